@@ -1,0 +1,53 @@
+//! Host identity: which ranks may share memory.
+//!
+//! Two ranks are on one host when their identities are equal. An identity is `NCCL_HOSTID` where it is set (fakes
+//! several hosts on one machine, or joins containers), else the host name with the kernel's boot id.
+
+use std::fmt;
+
+/// What makes a host one host: equal bytes, same host.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct HostIdentity {
+    /// 256-bit digest of the identity text.
+    pub digest: [u8; 32],
+    /// Host name, for messages only.
+    pub name: String,
+}
+
+impl HostIdentity {
+    /// This process's host.
+    pub fn of_this_process() -> HostIdentity {
+        let name = full_name();
+        let text = match crate::environment::text("NCCL_HOSTID") {
+            Some(id) if !id.is_empty() => format!("NCCL_HOSTID {id}"),
+            _ => format!("{name} {}", boot_id()),
+        };
+        HostIdentity { digest: digest(text.as_bytes()), name }
+    }
+}
+
+impl fmt::Display for HostIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let [a, b, c, d, ..] = self.digest;
+        write!(f, "{} (host id {a:02x}{b:02x}{c:02x}{d:02x})", self.name)
+    }
+}
+
+fn digest(bytes: &[u8]) -> [u8; 32] {
+    use sha2::Digest;
+    sha2::Sha256::digest(bytes).into()
+}
+
+fn full_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// The host name up to its first dot, as NCCL's log lines have it.
+pub fn short_name() -> String {
+    let name = full_name();
+    name.split('.').next().unwrap_or_default().to_owned()
+}
+
+fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
