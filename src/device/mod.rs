@@ -1,1 +1,185 @@
-//! (under construction)
+//! Devices: what a rank's memory lies on and what its kernels run on.
+//!
+//! A communicator chooses its device when it is made: CUDA where the driver and a GPU are there, else host;
+//! `OSSICLE_DEVICE=host|cuda` forces it. Both devices run the same kernels of `cuda/`, compiled twice.
+
+pub mod cuda;
+pub mod host;
+
+use crate::error::Result;
+use crate::request::{DataType, ReduceOp};
+use std::ffi::c_void;
+use std::sync::Arc;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum DeviceKind {
+    Host = 0,
+    Cuda = 1,
+}
+
+/// Where an allocation lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// The device's own memory.
+    Device,
+    /// Host memory that both the CPU and the device's kernels read and write under the same address.
+    Pinned,
+}
+
+/// Memory of the library itself (never the user's), zeroed when handed out, given back to the device's pool on drop.
+pub struct Memory {
+    pub address: *mut u8,
+    pub bytes: usize,
+    pub placement: Placement,
+    pub device: Arc<dyn Device>,
+}
+
+// SAFETY: Memory owns its allocation as a Box would; the address is plain data.
+unsafe impl Send for Memory {}
+// SAFETY: as above; access through the address is unsafe and argued where it happens.
+unsafe impl Sync for Memory {}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.device.free(self.address, self.bytes, self.placement);
+    }
+}
+
+/// Which kernel: one of the families in `cuda/kernels.cu` for one element type and operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Kernel {
+    pub family: KernelFamily,
+    pub datatype: DataType,
+    pub op: ReduceOp,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KernelFamily {
+    /// Walks a plan's steps over links (`cuda/collective/program.h`).
+    Program,
+    /// Every rank sends all of its data to every other as LL lines (`cuda/collective/one_shot.h`).
+    OneShot,
+}
+
+impl Kernel {
+    /// The element types and operations that kernels exist for.
+    pub const DATATYPES: [DataType; 6] = [
+        DataType::Float32,
+        DataType::Bfloat16,
+        DataType::Float16,
+        DataType::Int32,
+        DataType::Uint8,
+        DataType::Float64,
+    ];
+    pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
+    pub const FAMILIES: [KernelFamily; 2] = [KernelFamily::Program, KernelFamily::OneShot];
+
+    /// Every kernel there is, in the order of `index`.
+    pub fn all() -> impl Iterator<Item = Kernel> {
+        Self::FAMILIES.into_iter().flat_map(|family| {
+            Self::DATATYPES.into_iter().flat_map(move |datatype| {
+                Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op })
+            })
+        })
+    }
+
+    /// Position in `all()`; None where no such kernel exists.
+    pub fn index(self) -> Option<usize> {
+        let datatype = Self::DATATYPES.iter().position(|known| *known == self.datatype)?;
+        let op = Self::OPS.iter().position(|known| *known == self.op)?;
+        let family = Self::FAMILIES.iter().position(|known| *known == self.family)?;
+        Some((family * Self::DATATYPES.len() + datatype) * Self::OPS.len() + op)
+    }
+
+    /// The symbol in the fatbin, e.g. `ossicle_program_float_sum`.
+    pub fn symbol(self) -> String {
+        let family = match self.family {
+            KernelFamily::Program => "program",
+            KernelFamily::OneShot => "one_shot",
+        };
+        format!("ossicle_{family}_{}_{}", self.datatype.name(), self.op.name())
+    }
+}
+
+/// One kernel launch of one rank. `arguments` is the kernel's single by-value parameter, see `cuda/layout.h`.
+pub struct Launch<'a> {
+    pub device: &'a Arc<dyn Device>,
+    pub kernel: Kernel,
+    /// Blocks of the grid, at least 1.
+    pub blocks: u32,
+    /// Threads a block on the GPU; a host block is one thread.
+    pub threads: u32,
+    pub arguments: &'a [u8],
+    /// The caller's `cudaStream_t`, already accepted by `Device::check_stream`.
+    pub stream: *mut c_void,
+}
+
+pub trait Device: Send + Sync {
+    fn kind(&self) -> DeviceKind;
+    /// What `ncclCommCuDevice` answers.
+    fn ordinal(&self) -> i32;
+    /// Unique for a GPU (its UUID); for the host device unique for a communicator's rank.
+    fn uuid(&self) -> [u8; 16];
+    /// For messages: bus id and name of the GPU, or "host device N".
+    fn describe(&self) -> String;
+    /// Streaming multiprocessors; on the host device the number of usable cores.
+    fn multiprocessors(&self) -> u32;
+    /// Zeroed memory for the library. Never synchronises with kernels that are running.
+    fn allocate(self: Arc<Self>, bytes: usize, placement: Placement) -> Result<Memory>;
+    /// Called by `Memory`'s drop only.
+    fn free(&self, address: *mut u8, bytes: usize, placement: Placement);
+    /// Lets kernels see `bytes` of shared host memory at `address`; returns the address that kernels use.
+    fn register(&self, address: *mut u8, bytes: usize) -> Result<*mut u8>;
+    fn unregister(&self, address: *mut u8);
+    /// A user's buffer must be reachable by this device's kernels; `ncclInvalidArgument` otherwise.
+    /// `always` looks it up at every call (`NCCL_CHECK_POINTERS=1`), else once an allocation.
+    fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()>;
+    /// Identifies the stream for comparisons (two handles of the legacy stream give one key); refuses a handle that
+    /// is not a stream of this device and a stream under capture.
+    fn check_stream(&self, stream: *mut c_void) -> Result<u64>;
+    /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`.
+    fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()>;
+    /// Waits until all work in the stream is done, or until `give_up()` says so (then an error of its making).
+    fn synchronize_stream(&self, stream: *mut c_void, give_up: &dyn Fn() -> Option<crate::error::Error>) -> Result<()>;
+    /// Memory for the user (`ncclMemAlloc`).
+    fn allocate_user(&self, bytes: usize) -> Result<*mut c_void>;
+    /// Frees what `allocate_user` gave; an error that names the pointer for anything else.
+    fn free_user(&self, pointer: *mut c_void) -> Result<()>;
+}
+
+/// Launches one kernel for each rank of a batch. CUDA: asynchronous, in order. Host: all blocks of all ranks run at
+/// once (they wait for each other) and the call returns when every one is done, as MPI's do.
+pub fn launch(batch: &[Launch]) -> Result<()> {
+    let (host, cuda): (Vec<&Launch>, Vec<&Launch>) =
+        batch.iter().partition(|launch| launch.device.kind() == DeviceKind::Host);
+    for launch in cuda {
+        cuda::launch(launch)?;
+    }
+    host::launch(&host)
+}
+
+/// The device of a new communicator: `ordinal` None means the calling thread's current CUDA device (0 on the host
+/// device). One CUDA device object serves the whole process; every host communicator has an object of its own.
+pub fn open(ordinal: Option<i32>) -> Result<Arc<dyn Device>> {
+    match kind()? {
+        DeviceKind::Host => Ok(host::open(ordinal.unwrap_or(0))),
+        DeviceKind::Cuda => cuda::open(ordinal),
+    }
+}
+
+/// How many devices `ncclCommInitAll` may name.
+pub fn count() -> Result<i32> {
+    match kind()? {
+        DeviceKind::Host => Ok(host::DEVICES),
+        DeviceKind::Cuda => cuda::count(),
+    }
+}
+
+/// Which kind of device this process uses for new communicators and for `ncclMemAlloc`.
+pub fn kind() -> Result<DeviceKind> {
+    match crate::environment::choice("OSSICLE_DEVICE", &[("host", DeviceKind::Host), ("cuda", DeviceKind::Cuda)])? {
+        Some(kind) => Ok(kind),
+        None => Ok(if cuda::available() { DeviceKind::Cuda } else { DeviceKind::Host }),
+    }
+}
