@@ -12,7 +12,7 @@ constexpr uint32_t MAX_LINKS = 16;
 constexpr uint32_t MAX_STEPS = 32;
 
 // Why a kernel must stop waiting. Written by the host, read by every wait.
-enum Stop : uint32_t { STOP_NONE = 0, STOP_ABORT = 1, STOP_PEER_LOST = 2 };
+enum Stop : uint32_t { STOP_NONE = 0, STOP_PEER_LOST = 1, STOP_ABORT = 2 };
 
 enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1 };
 
@@ -36,13 +36,15 @@ struct alignas(128) Control {
   uint32_t park_after_report;
   // Clock bound of a wait in nanoseconds; 0 is none.
   uint64_t report_after_ns;
+  // Launches whose last block has left, whether it finished or was stopped; written by kernels.
+  uint64_t left;
   FaultRecord fault;
 };
 
 // What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
 // counter that identifies an operation or a slot is advanced here, by the kernel.
 struct State {
-  uint64_t ordinal;      // operations finished
+  uint64_t ordinal;      // launches left; the operation's number in its communicator
   uint64_t ll_epoch;     // operations that used LL lines, from 0
   uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
   uint32_t arrivals;     // blocks of the running kernel that finished
@@ -118,7 +120,7 @@ struct OneShotWork {
   Line* area[MAX_RANKS];
 };
 
-static_assert(sizeof(FaultRecord) == 48 && sizeof(Control) == 128 && offsetof(Control, fault) == 16, "Control");
+static_assert(sizeof(FaultRecord) == 48 && sizeof(Control) == 128 && offsetof(Control, fault) == 24, "Control");
 static_assert(sizeof(State) == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
 static_assert(sizeof(ProgramWork) == 72 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");

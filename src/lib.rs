@@ -19,7 +19,6 @@ pub mod environment;
 pub mod error;
 pub mod group;
 pub mod launch;
-pub mod memory;
 pub mod observe;
 pub mod plan;
 pub mod request;

@@ -103,7 +103,7 @@ OSSICLE_DEVICE void one_shot(const Block& block, const OneShotWork& work) {
     ok = reduce_line<T>(work, area, i, flag, own, op, block.index, sum);
     if (ok) store_payload(output, i * LINE_ELEMENTS<T>, work.count, aligned_out, finish<T>(sum, op));
   }
-  if (barrier_and(block, ok)) finish_operation(block, work.state, true);
+  leave(block, work.state, work.control, true);
 }
 
 }  // namespace ossicle

@@ -157,7 +157,7 @@ OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
     }
     at += chunk * work.chunks;
   }
-  if (ok) finish_operation(block, work.state, false);
+  leave(block, work.state, work.control, false);
 }
 
 }  // namespace ossicle

@@ -92,14 +92,16 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
 #endif
 }
 
-// The end of a block's part in an operation: the last block of the launch advances the operation counter, and the
-// line epoch if lines were used. Every block has read both before it arrives.
-OSSICLE_DEVICE void finish_operation(const Block& block, State* state, bool used_lines) {
+// The end of a block's part in a launch, on every path. The last block advances the operation's number, and the line
+// epoch if the launch used lines, and tells the host that nothing of this launch touches memory any more. Every block
+// has read both counters before it arrives.
+OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines) {
   barrier(block);
   if (block.thread == 0 && arrive(&state->arrivals) + 1 == block.blocks) {
     state->arrivals = 0;
     state->ordinal += 1;
     if (used_lines) state->ll_epoch += 1;
+    publish(&control->left, state->ordinal);
   }
 }
 

@@ -8,6 +8,7 @@ pub mod host;
 
 use crate::error::Result;
 use crate::request::{DataType, ReduceOp};
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -74,6 +75,7 @@ impl Kernel {
     ];
     pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
     pub const FAMILIES: [KernelFamily; 2] = [KernelFamily::Program, KernelFamily::OneShot];
+    pub const COUNT: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
 
     /// Every kernel there is, in the order of `index`.
     pub fn all() -> impl Iterator<Item = Kernel> {
@@ -115,7 +117,7 @@ pub struct Launch<'a> {
     pub stream: *mut c_void,
 }
 
-pub trait Device: Send + Sync {
+pub trait Device: Any + Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// What `ncclCommCuDevice` answers.
     fn ordinal(&self) -> i32;
