@@ -72,13 +72,19 @@ struct Worker {
 
 impl Worker {
     fn start() -> Result<Worker> {
-        let mailbox = Arc::new(Mailbox { order: Mutex::new(Order::Idle), changed: Condvar::new() });
+        let mailbox = Arc::new(Mailbox {
+            order: Mutex::new(Order::Idle),
+            changed: Condvar::new(),
+        });
         let shared = mailbox.clone();
         let thread = std::thread::Builder::new()
             .name("ossicle-block".to_owned())
             .spawn(move || work(&shared))
             .map_err(|error| Error::system(format!("cannot start a thread for a host block: {error}")))?;
-        Ok(Worker { mailbox, thread: Some(thread) })
+        Ok(Worker {
+            mailbox,
+            thread: Some(thread),
+        })
     }
 
     fn order(&self, order: Order) {
@@ -136,7 +142,11 @@ pub fn open(ordinal: i32) -> Arc<dyn Device> {
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
     uuid[8..].copy_from_slice(&(OPENED.fetch_add(1, Ordering::Relaxed) as u64).to_le_bytes());
-    Arc::new(HostDevice { ordinal, uuid, workers: Mutex::new(Vec::new()) })
+    Arc::new(HostDevice {
+        ordinal,
+        uuid,
+        workers: Mutex::new(Vec::new()),
+    })
 }
 
 /// Runs all blocks of all launches at once, the very last one on the calling thread, and returns when all are done.
@@ -157,7 +167,10 @@ pub fn launch(batch: &[&Launch]) -> Result<()> {
 
 fn launch_together(batch: &[&Launch]) -> Result<()> {
     let total: usize = batch.iter().map(|launch| launch.blocks as usize).sum();
-    let pending = Pending { jobs: Mutex::new(total - 1), done: Condvar::new() };
+    let pending = Pending {
+        jobs: Mutex::new(total - 1),
+        done: Condvar::new(),
+    };
     let mut jobs = Vec::with_capacity(total);
     let mut crews = Vec::with_capacity(batch.len());
     for launch in batch {
@@ -170,11 +183,20 @@ fn launch_together(batch: &[&Launch]) -> Result<()> {
         }
         let kernel = kernel(launch.kernel)?;
         let arguments = launch.arguments.as_ptr().cast();
-        jobs.extend((0..launch.blocks).map(|block| Job { kernel, arguments, block, blocks: launch.blocks, pending: &pending }));
+        jobs.extend((0..launch.blocks).map(|block| Job {
+            kernel,
+            arguments,
+            block,
+            blocks: launch.blocks,
+            pending: &pending,
+        }));
         crews.push(crew);
     }
     let inline = jobs.pop();
-    let workers = crews.iter().zip(batch).flat_map(|(crew, launch)| &crew[..launch.blocks as usize]);
+    let workers = crews
+        .iter()
+        .zip(batch)
+        .flat_map(|(crew, launch)| &crew[..launch.blocks as usize]);
     for (worker, job) in workers.zip(jobs) {
         worker.order(Order::Run(job));
     }
@@ -189,7 +211,9 @@ fn launch_together(batch: &[&Launch]) -> Result<()> {
 }
 
 fn kernel(kernel: Kernel) -> Result<HostKernel> {
-    let index = kernel.index().ok_or_else(|| Error::internal(format!("there is no host kernel {}", kernel.symbol())))?;
+    let index = kernel
+        .index()
+        .ok_or_else(|| Error::internal(format!("there is no host kernel {}", kernel.symbol())))?;
     // SAFETY: the table is a constant of the host build with one entry for each kernel.
     Ok(unsafe { ossicle_host_kernels[index] })
 }
@@ -203,8 +227,17 @@ static USER_MEMORY: Lazy<Mutex<HashMap<usize, usize>>> = Lazy::new(|| Mutex::new
 fn map(bytes: usize) -> Result<*mut u8> {
     use rustix::mm::{mmap_anonymous, MapFlags, ProtFlags};
     // SAFETY: a fresh private mapping at an address of the kernel's choice touches nothing that exists.
-    let mapped = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
-    mapped.map(<*mut c_void>::cast).map_err(|error| Error::system(format!("cannot map {bytes} bytes of memory: {error}")))
+    let mapped = unsafe {
+        mmap_anonymous(
+            std::ptr::null_mut(),
+            bytes,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE,
+        )
+    };
+    mapped
+        .map(<*mut c_void>::cast)
+        .map_err(|error| Error::system(format!("cannot map {bytes} bytes of memory: {error}")))
 }
 
 fn unmap(address: *mut u8, bytes: usize) {
@@ -234,7 +267,12 @@ impl Device for HostDevice {
     }
 
     fn allocate(self: Arc<Self>, bytes: usize, placement: Placement) -> Result<Memory> {
-        Ok(Memory { address: map(bytes)?, bytes, placement, device: self })
+        Ok(Memory {
+            address: map(bytes)?,
+            bytes,
+            placement,
+            device: self,
+        })
     }
 
     fn free(&self, address: *mut u8, bytes: usize, _placement: Placement) {
@@ -280,7 +318,9 @@ impl Device for HostDevice {
                 unmap(pointer.cast(), bytes);
                 Ok(())
             }
-            None => Err(Error::argument(format!("{pointer:p} was not given out by ncclMemAlloc, or is already freed"))),
+            None => Err(Error::argument(format!(
+                "{pointer:p} was not given out by ncclMemAlloc, or is already freed"
+            ))),
         }
     }
 }

@@ -71,7 +71,9 @@ fn check(ranks: &[RankInfo]) -> Result<u32> {
                 first.place, first.device, info.place, info.device
             )));
         }
-        let same: Vec<usize> = (0..rank).filter(|other| info.cuda && ranks[*other].uuid == info.uuid).collect();
+        let same: Vec<usize> = (0..rank)
+            .filter(|other| info.cuda && ranks[*other].uuid == info.uuid)
+            .collect();
         if let Some(other) = same.first().filter(|_| !info.shares_gpu || !ranks[same[0]].shares_gpu) {
             return Err(Error::usage(format!(
                 "ranks {other} ({}) and {rank} ({}) both use {}: give each rank a GPU of its own, or set \
@@ -105,12 +107,22 @@ impl Engine {
         let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
         let (path, reason) = transport::choose(&reach)?;
-        info!(Init, "rank {rank}: links to {} peers via {}: {reason}; {profile:?}", ranks.len() - 1, path.name());
-        let programs: Vec<Program> =
-            (0..profile.ranks).map(|peer| plan::ring_all_reduce(profile.ranks, peer)).collect();
+        info!(
+            Init,
+            "rank {rank}: links to {} peers via {}: {reason}; {profile:?}",
+            ranks.len() - 1,
+            path.name()
+        );
+        let programs: Vec<Program> = (0..profile.ranks)
+            .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
+            .collect();
         let geometry = geometry(&profile, &programs);
         let inbox = Inbox::create(&device, path, geometry);
-        let names = session.all_gather(inbox.as_ref().map_err(Error::clone).and_then(Inbox::name), timeout, cancel)?;
+        let names = session.all_gather(
+            inbox.as_ref().map_err(Error::clone).and_then(Inbox::name),
+            timeout,
+            cancel,
+        )?;
         let inbox = inbox?;
         let open = |peer: usize| match peer == rank as usize {
             true => Ok(inbox.own()),
@@ -118,10 +130,22 @@ impl Engine {
         };
         let inboxes: Result<Vec<Arc<PeerInbox>>> = (0..ranks.len()).map(open).collect();
         // Everyone has opened everything before an inbox is withdrawn.
-        session.all_gather(inboxes.as_ref().map(|_| Vec::new()).map_err(Error::clone), timeout, cancel)?;
+        session.all_gather(
+            inboxes.as_ref().map(|_| Vec::new()).map_err(Error::clone),
+            timeout,
+            cancel,
+        )?;
         let places = ranks.into_iter().map(|info| info.place).collect();
         let communicator = session.identity();
-        Engine::assemble(device, rank, places, profile, &programs, inboxes?, Clique::of(communicator))
+        Engine::assemble(
+            device,
+            rank,
+            places,
+            profile,
+            &programs,
+            inboxes?,
+            Clique::of(communicator),
+        )
     }
 
     fn assemble(
@@ -140,7 +164,9 @@ impl Engine {
         // SAFETY: fresh, zeroed, aligned (the device hands out pages) and not yet known to any kernel.
         let settings = unsafe { &*control_address };
         settings.report_after_ns.store(report_after_ns, Ordering::Relaxed);
-        settings.park_after_report.store(u32::from(fail_when_late), Ordering::Relaxed);
+        settings
+            .park_after_report
+            .store(u32::from(fail_when_late), Ordering::Relaxed);
         let program = Box::new(ProgramWork {
             state: state_address,
             control: control_address,
@@ -148,7 +174,9 @@ impl Engine {
         });
         let one_shot = (profile.ranks > 1).then(|| {
             let mut area = [null_mut(); MAX_RANKS];
-            area.iter_mut().zip(&inboxes).for_each(|(area, inbox)| *area = inbox.area());
+            area.iter_mut()
+                .zip(&inboxes)
+                .for_each(|(area, inbox)| *area = inbox.area());
             Box::new(OneShotWork {
                 input: null_mut(),
                 output: null_mut(),
@@ -171,7 +199,11 @@ impl Engine {
             profile,
             program,
             one_shot,
-            memory: Arc::new(KernelMemory { control, _state: state, _inboxes: inboxes }),
+            memory: Arc::new(KernelMemory {
+                control,
+                _state: state,
+                _inboxes: inboxes,
+            }),
             clique,
             last_stream: Mutex::new(None),
             launched: AtomicU64::new(0),
@@ -187,7 +219,11 @@ fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
         channels: profile.channels as usize,
         slots: profile.slots as usize,
         slot_bytes: profile.slot_bytes as usize,
-        links: programs.iter().map(|program| program.sends.len().max(program.recvs.len())).max().unwrap_or(0),
+        links: programs
+            .iter()
+            .map(|program| program.sends.len().max(program.recvs.len()))
+            .max()
+            .unwrap_or(0),
     }
 }
 
@@ -195,7 +231,13 @@ fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
 fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[Arc<PeerInbox>]) -> ProgramWork {
     let own = &programs[rank as usize];
     debug_assert!(own.steps.len() <= MAX_STEPS && own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
-    let none = Link { slots: null_mut(), tail: null_mut(), head: null_mut(), peer: 0, pad: 0 };
+    let none = Link {
+        slots: null_mut(),
+        tail: null_mut(),
+        head: null_mut(),
+        peer: 0,
+        pad: 0,
+    };
     let (mut send, mut recv) = ([none; MAX_LINKS], [none; MAX_LINKS]);
     let index = |links: &[u32]| links.iter().position(|peer| *peer == rank).unwrap_or_default();
     let mine = &inboxes[rank as usize];
@@ -203,16 +245,38 @@ fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[A
         // The peer knows this link by its place among the peer's receive links.
         let at_peer = index(&programs[*peer as usize].recvs);
         let inbox = &inboxes[*peer as usize];
-        send[link] = Link { slots: inbox.slots(at_peer), tail: inbox.tail(at_peer), head: mine.head(link), peer: *peer, pad: 0 };
+        send[link] = Link {
+            slots: inbox.slots(at_peer),
+            tail: inbox.tail(at_peer),
+            head: mine.head(link),
+            peer: *peer,
+            pad: 0,
+        };
     }
     for (link, peer) in own.recvs.iter().enumerate() {
         let at_peer = index(&programs[*peer as usize].sends);
         let inbox = &inboxes[*peer as usize];
-        recv[link] = Link { slots: mine.slots(link), tail: mine.tail(link), head: inbox.head(at_peer), peer: *peer, pad: 0 };
+        recv[link] = Link {
+            slots: mine.slots(link),
+            tail: mine.tail(link),
+            head: inbox.head(at_peer),
+            peer: *peer,
+            pad: 0,
+        };
     }
-    let mut step = [Step { flags: 0, send: 0, recv: 0, chunk: 0 }; MAX_STEPS];
+    let mut step = [Step {
+        flags: 0,
+        send: 0,
+        recv: 0,
+        chunk: 0,
+    }; MAX_STEPS];
     for (step, planned) in step.iter_mut().zip(&own.steps) {
-        *step = Step { flags: planned.flags.0, send: planned.send, recv: planned.recv, chunk: planned.chunk };
+        *step = Step {
+            flags: planned.flags.0,
+            send: planned.send,
+            recv: planned.recv,
+            chunk: planned.chunk,
+        };
     }
     ProgramWork {
         input: null_mut(),

@@ -121,6 +121,4 @@ const _: () = {
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
-pub const FINGERPRINT: u64 = 1 << 32
-    | (size_of::<ProgramWork>() as u64) << 16
-    | size_of::<State>() as u64;
+pub const FINGERPRINT: u64 = 1 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

@@ -99,12 +99,20 @@ impl Engine {
 
     /// Checks pointers and stream, plans. None: nothing to do (no elements, or one rank in place).
     pub fn prepare(&self, request: &Request) -> Result<Option<Work>> {
-        let call = Call { count: request.count, datatype: request.datatype, op: request.op };
+        let call = Call {
+            count: request.count,
+            datatype: request.datatype,
+            op: request.op,
+        };
         let stream_key = self.device.check_stream(request.stream)?;
         if request.count == 0 {
             return Ok(None);
         }
-        let kernel = |family| Kernel { family, datatype: request.datatype, op: request.op };
+        let kernel = |family| Kernel {
+            family,
+            datatype: request.datatype,
+            op: request.op,
+        };
         if kernel(KernelFamily::Program).index().is_none() {
             return Err(Error::usage(format!(
                 "all-reduce of {} with {} is not built yet in this version of Ossicle (built: float, bfloat16, half, int32, \
@@ -115,27 +123,62 @@ impl Engine {
         }
         self.check_buffer("sendbuff", request.send, &call)?;
         self.check_buffer("recvbuff", request.recv, &call)?;
-        if self.profile.ranks == 1 && request.send == request.recv.cast_const() && request.op != crate::request::ReduceOp::Avg {
+        if self.profile.ranks == 1
+            && request.send == request.recv.cast_const()
+            && request.op != crate::request::ReduceOp::Avg
+        {
             return Ok(None);
         }
         let choice = plan::choose(&self.profile, &call)?;
         info!(
             Coll,
             "AllReduce: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
-            self.rank, call.count, call.datatype.name(), call.op.name(), choice.algorithm.name(),
-            choice.algorithm.protocol(), choice.blocks, choice.threads, choice.reason
+            self.rank,
+            call.count,
+            call.datatype.name(),
+            call.op.name(),
+            choice.algorithm.name(),
+            choice.algorithm.protocol(),
+            choice.blocks,
+            choice.threads,
+            choice.reason
         );
-        let (input, output, count) = (request.send.cast::<u8>(), request.recv.cast::<u8>(), request.count as u64);
+        let (input, output, count) = (
+            request.send.cast::<u8>(),
+            request.recv.cast::<u8>(),
+            request.count as u64,
+        );
         let (family, arguments) = match (choice.algorithm, &self.one_shot) {
-            (Algorithm::OneShot, Some(template)) => {
-                (KernelFamily::OneShot, Arguments::OneShot(OneShotWork { input, output, count, ..**template }))
-            }
+            (Algorithm::OneShot, Some(template)) => (
+                KernelFamily::OneShot,
+                Arguments::OneShot(OneShotWork {
+                    input,
+                    output,
+                    count,
+                    ..**template
+                }),
+            ),
             _ => {
                 let channels = choice.blocks;
-                (KernelFamily::Program, Arguments::Program(ProgramWork { input, output, count, channels, ..*self.program }))
+                (
+                    KernelFamily::Program,
+                    Arguments::Program(ProgramWork {
+                        input,
+                        output,
+                        count,
+                        channels,
+                        ..*self.program
+                    }),
+                )
             }
         };
-        Ok(Some(Work { kernel: kernel(family), choice, arguments, stream: request.stream, stream_key }))
+        Ok(Some(Work {
+            kernel: kernel(family),
+            choice,
+            arguments,
+            stream: request.stream,
+            stream_key,
+        }))
     }
 
     fn check_buffer(&self, name: &str, pointer: *const c_void, call: &Call) -> Result<()> {
@@ -146,7 +189,8 @@ impl Engine {
                 call.datatype.name()
             )));
         }
-        self.device.check_pointer(name, pointer, call.bytes() as usize, self.check_pointers)
+        self.device
+            .check_pointer(name, pointer, call.bytes() as usize, self.check_pointers)
     }
 
     /// Makes every wait of this rank's kernels end. Any thread.
@@ -179,7 +223,11 @@ impl Engine {
             fault.step.load(Ordering::Relaxed),
             fault.waited_ns.load(Ordering::Relaxed) / 1_000_000,
         );
-        Some(if self.fail_when_late { Error::system(text) } else { Error::new(crate::error::Code::InProgress, text) })
+        Some(if self.fail_when_late {
+            Error::system(text)
+        } else {
+            Error::new(crate::error::Code::InProgress, text)
+        })
     }
 
     /// Waits until no launched kernel of this rank touches memory any more, or until `give_up` answers.
@@ -215,7 +263,8 @@ impl Drop for Engine {
         // Memory that kernels still use must not go back to the pool; the communicator waited before, so this is the
         // case of a GPU kernel that does not see its stop word.
         let deadline = Instant::now() + Duration::from_secs(10);
-        let late = || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
+        let late =
+            || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
         self.stop(Stop::Abort);
         if let Err(error) = self.synchronize(&late) {
             crate::warning!("{}: its memory is kept", error.text);
@@ -228,7 +277,12 @@ impl Drop for Engine {
 /// all are done, with an error if a rank was stopped before its operation was complete.
 pub fn launch(batch: &[(&Engine, Work)]) -> Result<()> {
     for (engine, work) in batch {
-        engine.clique.enter(engine.rank, engine.device.as_ref(), work.stream_key, engine.launched.load(Ordering::Relaxed))?;
+        engine.clique.enter(
+            engine.rank,
+            engine.device.as_ref(),
+            work.stream_key,
+            engine.launched.load(Ordering::Relaxed),
+        )?;
         engine.order(work)?;
     }
     if let [(engine, work)] = batch {

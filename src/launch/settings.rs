@@ -45,7 +45,11 @@ pub(super) struct Settings {
 impl Settings {
     /// From the environment and the communicator's configuration (minCTAs, maxCTAs).
     pub(super) fn read(device: &dyn Device, ctas: (Option<u32>, Option<u32>)) -> Result<Settings> {
-        let positive = |name| integer(name).and_then(|value| u32::try_from(value).ok()).filter(|value| *value > 0);
+        let positive = |name| {
+            integer(name)
+                .and_then(|value| u32::try_from(value).ok())
+                .filter(|value| *value > 0)
+        };
         Ok(Settings {
             allowed: allowed(text("NCCL_ALGO").as_deref(), text("NCCL_PROTO").as_deref())?,
             cuda: device.kind() == DeviceKind::Cuda,
@@ -62,7 +66,11 @@ impl Settings {
             true => self.multiprocessors.saturating_sub(SPARE_MULTIPROCESSORS) / sharing.max(1),
             false => 1,
         };
-        let limit = if self.cuda { budget.clamp(1, MAX_CHANNELS as u32) } else { MAX_CHANNELS as u32 };
+        let limit = if self.cuda {
+            budget.clamp(1, MAX_CHANNELS as u32)
+        } else {
+            MAX_CHANNELS as u32
+        };
         let least = self.least_channels.unwrap_or(1).min(limit);
         let most = self.most_channels.unwrap_or(budget.max(least)).clamp(1, limit);
         Profile {
@@ -95,7 +103,12 @@ fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
 
 /// The algorithms that `NCCL_ALGO` and `NCCL_PROTO` leave for all-reduce.
 fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Vec<Algorithm>> {
-    let algorithms = list("NCCL_ALGO", algo, &Algorithm::ALL.map(Algorithm::name), &UNBUILT_ALGORITHMS)?;
+    let algorithms = list(
+        "NCCL_ALGO",
+        algo,
+        &Algorithm::ALL.map(Algorithm::name),
+        &UNBUILT_ALGORITHMS,
+    )?;
     let protocols = list("NCCL_PROTO", proto, &["LL", "Simple"], &["LL128"])?;
     let left: Vec<Algorithm> = Algorithm::ALL
         .into_iter()
@@ -115,7 +128,9 @@ fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Vec<Algorithm>> {
 /// The built names that a variable in NCCL's notation allows: `name,name`, `^name`, or `function:names;...`, where the
 /// first clause without a colon is the base list.
 fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[&str]) -> Result<Vec<&'static str>> {
-    let Some(value) = value.filter(|value| !value.trim().is_empty()) else { return Ok(built.to_vec()) };
+    let Some(value) = value.filter(|value| !value.trim().is_empty()) else {
+        return Ok(built.to_vec());
+    };
     let mut chosen: Option<Vec<&'static str>> = None;
     for clause in value.split(';').map(str::trim).filter(|clause| !clause.is_empty()) {
         let (function, names) = match clause.split_once(':') {
@@ -128,16 +143,18 @@ fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[
             match built.iter().find(|known| known.eq_ignore_ascii_case(name)) {
                 Some(known) => named.push(*known),
                 None if unbuilt.iter().any(|known| known.eq_ignore_ascii_case(name)) => {}
-                None => {
-                    return Err(Error::usage(format!(
-                        "{variable} is \"{value}\", which names \"{name}\"; it takes {} ({} are NCCL's and not built yet)",
-                        built.join(", "),
-                        unbuilt.join(", ")
-                    )))
-                }
+                None => return Err(Error::usage(format!(
+                    "{variable} is \"{value}\", which names \"{name}\"; it takes {} ({} are NCCL's and not built yet)",
+                    built.join(", "),
+                    unbuilt.join(", ")
+                ))),
             }
         }
-        let allowed = built.iter().copied().filter(|name| named.contains(name) != invert).collect();
+        let allowed = built
+            .iter()
+            .copied()
+            .filter(|name| named.contains(name) != invert)
+            .collect();
         match function {
             Some(function) if !function.eq_ignore_ascii_case("allreduce") => {}
             Some(_) => chosen = Some(allowed),
@@ -149,7 +166,8 @@ fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[
 
 /// Whether this rank lets pointers of its process be used directly, and host shared memory.
 pub(super) fn paths() -> (bool, bool) {
-    let p2p = !switch("NCCL_P2P_DISABLE", false) && !text("NCCL_P2P_LEVEL").is_some_and(|level| level.eq_ignore_ascii_case("LOC"));
+    let p2p = !switch("NCCL_P2P_DISABLE", false)
+        && !text("NCCL_P2P_LEVEL").is_some_and(|level| level.eq_ignore_ascii_case("LOC"));
     (p2p, !switch("NCCL_SHM_DISABLE", false))
 }
 

@@ -26,7 +26,12 @@ struct Walk<'a> {
 /// Checks programs of an all-reduce, one a rank, over `iterations` with `slots` slots a link.
 pub fn check_all_reduce(programs: &[Program], slots: u32, iterations: usize) -> Result<(), String> {
     let ranks = programs.len();
-    let mut walk = Walk { programs, slots: slots as usize, links: HashMap::new(), outputs: vec![HashMap::new(); ranks] };
+    let mut walk = Walk {
+        programs,
+        slots: slots as usize,
+        links: HashMap::new(),
+        outputs: vec![HashMap::new(); ranks],
+    };
     let mut position = vec![0usize; ranks];
     loop {
         let mut moved = false;
@@ -46,10 +51,16 @@ pub fn check_all_reduce(programs: &[Program], slots: u32, iterations: usize) -> 
     }
     if let Some(rank) = (0..ranks).find(|rank| position[*rank] < programs[*rank].steps.len() * iterations) {
         let step = programs[rank].steps[position[rank] % programs[rank].steps.len()];
-        return Err(format!("with {slots} slots a link rank {rank} is stuck at step {}: {step:?}", position[rank]));
+        return Err(format!(
+            "with {slots} slots a link rank {rank} is stuck at step {}: {step:?}",
+            position[rank]
+        ));
     }
     match walk.links.iter().find(|(_, queue)| !queue.is_empty()) {
-        Some(((from, to), queue)) => Err(format!("{} slots from rank {from} to rank {to} are never received", queue.len())),
+        Some(((from, to), queue)) => Err(format!(
+            "{} slots from rank {from} to rank {to} are never received",
+            queue.len()
+        )),
         None => Ok(()),
     }
 }
@@ -59,18 +70,30 @@ impl Walk<'_> {
     fn step(&mut self, rank: usize, index: usize) -> Result<bool, String> {
         let program = &self.programs[rank];
         let step = program.steps[index];
-        let send = step.flags.has(StepFlags::SEND).then(|| (rank, program.sends[step.send as usize] as usize));
-        let recv = step.flags.has(StepFlags::RECV).then(|| (program.recvs[step.recv as usize] as usize, rank));
+        let send = step
+            .flags
+            .has(StepFlags::SEND)
+            .then(|| (rank, program.sends[step.send as usize] as usize));
+        let recv = step
+            .flags
+            .has(StepFlags::RECV)
+            .then(|| (program.recvs[step.recv as usize] as usize, rank));
         if send.is_some_and(|link| self.links.get(&link).is_some_and(|queue| queue.len() >= self.slots)) {
             return Ok(false);
         }
-        let mut value = Value { contributions: vec![0; self.programs.len()], finished: 0 };
+        let mut value = Value {
+            contributions: vec![0; self.programs.len()],
+            finished: 0,
+        };
         if let Some(link) = recv {
             let Some((chunk, received)) = self.links.get_mut(&link).and_then(VecDeque::pop_front) else {
                 return Ok(false);
             };
             if chunk != step.chunk {
-                return Err(format!("rank {rank} step {index} expects chunk {} and receives chunk {chunk}", step.chunk));
+                return Err(format!(
+                    "rank {rank} step {index} expects chunk {} and receives chunk {chunk}",
+                    step.chunk
+                ));
             }
             value = received;
         }
@@ -90,7 +113,10 @@ impl Walk<'_> {
     }
 
     fn check_outputs(&mut self, rank: usize, ranks: usize) -> Result<(), String> {
-        let whole = Value { contributions: vec![1; ranks], finished: 1 };
+        let whole = Value {
+            contributions: vec![1; ranks],
+            finished: 1,
+        };
         let outputs = std::mem::take(&mut self.outputs[rank]);
         for chunk in 0..self.programs[rank].chunks as u8 {
             match outputs.get(&chunk) {

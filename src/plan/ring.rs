@@ -18,8 +18,19 @@ pub fn all_reduce(ranks: u32, rank: u32) -> Program {
     const STORE: StepFlags = StepFlags::STORE;
     const FINISH: StepFlags = StepFlags::FINISH;
     if ranks == 1 {
-        let copy = Step { flags: LOAD | STORE | FINISH, send: 0, recv: 0, chunk: 0 };
-        return Program { chunks: 1, sends: vec![], recvs: vec![], steps: vec![copy], slots_needed: 0 };
+        let copy = Step {
+            flags: LOAD | STORE | FINISH,
+            send: 0,
+            recv: 0,
+            chunk: 0,
+        };
+        return Program {
+            chunks: 1,
+            sends: vec![],
+            recvs: vec![],
+            steps: vec![copy],
+            slots_needed: 0,
+        };
     }
     let steps = (0..2 * ranks - 1).map(|step| {
         let flags = match step {
@@ -30,7 +41,12 @@ pub fn all_reduce(ranks: u32, rank: u32) -> Program {
             _ => RECV | STORE,
         };
         let chunk = (rank + 2 * ranks - step) % ranks;
-        Step { flags, send: 0, recv: 0, chunk: chunk as u8 }
+        Step {
+            flags,
+            send: 0,
+            recv: 0,
+            chunk: chunk as u8,
+        }
     });
     Program {
         chunks: ranks,

@@ -76,7 +76,8 @@ impl PeerInbox {
 
     /// Channel 0's slots of a receive link of the inbox's owner.
     pub fn slots(&self, recv_link: usize) -> *mut u8 {
-        self.base().wrapping_add(self.geometry.area_bytes() + recv_link * self.geometry.link_bytes())
+        self.base()
+            .wrapping_add(self.geometry.area_bytes() + recv_link * self.geometry.link_bytes())
     }
 
     /// Channel 0's tail of a receive link of the owner.
@@ -92,7 +93,9 @@ impl PeerInbox {
     fn flags(&self, table: usize, link: usize) -> *mut u64 {
         let tables = self.geometry.area_bytes() + self.geometry.links * self.geometry.link_bytes();
         let link_bytes = self.geometry.channels * FLAG_STRIDE * 8;
-        self.base().wrapping_add(tables + table * self.geometry.flags_bytes() + link * link_bytes).cast()
+        self.base()
+            .wrapping_add(tables + table * self.geometry.flags_bytes() + link * link_bytes)
+            .cast()
     }
 }
 
@@ -133,14 +136,28 @@ impl Inbox {
             Path::P2p => {
                 let memory = device.clone().allocate(bytes, Placement::Device)?;
                 let key = memory.address as u64;
-                let inbox = Arc::new(PeerInbox { storage: Storage::Device(memory), geometry });
+                let inbox = Arc::new(PeerInbox {
+                    storage: Storage::Device(memory),
+                    geometry,
+                });
                 OFFERED.lock().insert(key, inbox.clone());
-                Ok(Inbox { inbox, name: Name::Process(key), _fd: None })
+                Ok(Inbox {
+                    inbox,
+                    name: Name::Process(key),
+                    _fd: None,
+                })
             }
             Path::Shm => {
                 let (segment, fd, name) = Segment::create(device.clone(), bytes)?;
-                let inbox = Arc::new(PeerInbox { storage: Storage::Shared(segment), geometry });
-                Ok(Inbox { inbox, name: Name::Shared(name), _fd: Some(fd) })
+                let inbox = Arc::new(PeerInbox {
+                    storage: Storage::Shared(segment),
+                    geometry,
+                });
+                Ok(Inbox {
+                    inbox,
+                    name: Name::Shared(name),
+                    _fd: Some(fd),
+                })
             }
         }
     }
@@ -165,7 +182,10 @@ impl Inbox {
                 .ok_or_else(|| Error::internal("a rank of this process withdrew its inbox while peers connect")),
             Name::Shared(segment) => {
                 let segment = Segment::open(device.clone(), &segment, geometry.bytes())?;
-                Ok(Arc::new(PeerInbox { storage: Storage::Shared(segment), geometry }))
+                Ok(Arc::new(PeerInbox {
+                    storage: Storage::Shared(segment),
+                    geometry,
+                }))
             }
         }
     }

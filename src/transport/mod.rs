@@ -40,7 +40,11 @@ pub struct Reach {
 impl Reach {
     /// This process's, with what its environment allows.
     pub fn of_this_process(p2p: bool, shm: bool) -> Reach {
-        Reach { process: inbox::process_token(), p2p, shm }
+        Reach {
+            process: inbox::process_token(),
+            p2p,
+            shm,
+        }
     }
 }
 
@@ -52,7 +56,11 @@ pub fn choose(reach: &[Reach]) -> Result<(Path, &'static str)> {
         return Ok((Path::P2p, "all ranks are in one process"));
     }
     if reach.iter().all(|r| r.shm) {
-        let reason = if one_process { "P2P is disabled by the environment" } else { "ranks are in several processes" };
+        let reason = if one_process {
+            "P2P is disabled by the environment"
+        } else {
+            "ranks are in several processes"
+        };
         return Ok((Path::Shm, reason));
     }
     let rank = reach.iter().position(|r| !r.shm).unwrap_or_default();
@@ -75,6 +83,9 @@ mod tests {
         assert_eq!(path(&[rank(1, true, true), rank(1, false, true)]), Ok(Path::Shm));
         assert_eq!(path(&[rank(1, true, true), rank(2, true, true)]), Ok(Path::Shm));
         let none = path(&[rank(1, true, true), rank(2, true, false)]).unwrap_err();
-        assert!(none.text.contains("rank 1") && none.text.contains("NCCL_SHM_DISABLE"), "{none}");
+        assert!(
+            none.text.contains("rank 1") && none.text.contains("NCCL_SHM_DISABLE"),
+            "{none}"
+        );
     }
 }

@@ -52,7 +52,12 @@ impl Segment {
         let proof = u128::from_ne_bytes(random);
         // SAFETY: the header page is mapped, aligned and not yet known to anyone else.
         unsafe { segment.mapping.cast::<u128>().write(proof) };
-        let name = SegmentName { pid: std::process::id(), fd: fd.as_raw_fd(), bytes, proof };
+        let name = SegmentName {
+            pid: std::process::id(),
+            fd: fd.as_raw_fd(),
+            bytes,
+            proof,
+        };
         Ok((segment, fd, name))
     }
 
@@ -67,11 +72,16 @@ impl Segment {
             ))
         };
         if name.bytes != expected_bytes {
-            return Err(unreachable(format!("it has {} bytes instead of {expected_bytes}", name.bytes)));
+            return Err(unreachable(format!(
+                "it has {} bytes instead of {expected_bytes}",
+                name.bytes
+            )));
         }
         let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, rustix::fs::Mode::empty())
             .map_err(|error| unreachable(error.to_string()))?;
-        let size = rustix::fs::fstat(&fd).map_err(|error| unreachable(error.to_string()))?.st_size;
+        let size = rustix::fs::fstat(&fd)
+            .map_err(|error| unreachable(error.to_string()))?
+            .st_size;
         if size != (HEADER_BYTES + expected_bytes) as i64 {
             return Err(unreachable("it is not the peer's segment".to_owned()));
         }
@@ -88,12 +98,24 @@ impl Segment {
         let total = HEADER_BYTES + bytes;
         // SAFETY: a new mapping at an address of the kernel's choice; the file has `total` bytes.
         let mapped = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), total, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, fd, 0)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                total,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
         };
         let mapping = mapped
             .map_err(|error| Error::system(format!("cannot map {total} bytes of shared memory: {error}")))?
             .cast::<u8>();
-        let mut segment = Segment { mapping, bytes, kernel_address: std::ptr::null_mut(), device };
+        let mut segment = Segment {
+            mapping,
+            bytes,
+            kernel_address: std::ptr::null_mut(),
+            device,
+        };
         // SAFETY: HEADER_BYTES is within the mapping of `total` bytes.
         let payload = unsafe { mapping.add(HEADER_BYTES) };
         segment.kernel_address = segment.device.register(payload, bytes)?;
@@ -130,7 +152,10 @@ mod tests {
             mine.kernel_address().add(8191).write(7);
             assert_eq!(peer.kernel_address().add(8191).read(), 7);
         }
-        let forged = SegmentName { proof: name.proof ^ 1, ..name.clone() };
+        let forged = SegmentName {
+            proof: name.proof ^ 1,
+            ..name.clone()
+        };
         assert!(Segment::open(device.clone(), &forged, 8192).is_err());
         assert!(Segment::open(device.clone(), &name, 4096).is_err());
         drop(fd);
