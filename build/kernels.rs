@@ -27,6 +27,8 @@ pub(crate) fn build_for_host() {
         .flag("-fno-rtti")
         .flag("-fvisibility=hidden")
         .flag("-ffp-contract=off")
+        // Slots are bytes that kernels read as elements.
+        .flag("-fno-strict-aliasing")
         .flag("-Wno-unused-function")
         .cpp_link_stdlib(None)
         .include("cuda");

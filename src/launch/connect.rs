@@ -137,7 +137,7 @@ impl Engine {
         )?;
         let places = ranks.into_iter().map(|info| info.place).collect();
         let communicator = session.identity();
-        Engine::assemble(
+        assemble(
             device,
             rank,
             places,
@@ -147,72 +147,73 @@ impl Engine {
             Clique::of(communicator),
         )
     }
-
-    fn assemble(
-        device: Arc<dyn Device>,
-        rank: u32,
-        places: Vec<String>,
-        profile: Profile,
-        programs: &[Program],
-        inboxes: Vec<Arc<PeerInbox>>,
-        clique: Arc<Clique>,
-    ) -> Result<Engine> {
-        let state = device.clone().allocate(size_of::<State>(), Placement::Device)?;
-        let control = device.clone().allocate(size_of::<Control>(), Placement::Pinned)?;
-        let (state_address, control_address) = (state.address.cast::<State>(), control.address.cast::<Control>());
-        let (report_after_ns, fail_when_late) = settings::wait_bound()?;
-        // SAFETY: fresh, zeroed, aligned (the device hands out pages) and not yet known to any kernel.
-        let settings = unsafe { &*control_address };
-        settings.report_after_ns.store(report_after_ns, Ordering::Relaxed);
-        settings
-            .park_after_report
-            .store(u32::from(fail_when_late), Ordering::Relaxed);
-        let program = Box::new(ProgramWork {
-            state: state_address,
-            control: control_address,
-            ..program_work(&profile, rank, programs, &inboxes)
-        });
-        let one_shot = (profile.ranks > 1).then(|| {
-            let mut area = [null_mut(); MAX_RANKS];
-            area.iter_mut()
-                .zip(&inboxes)
-                .for_each(|(area, inbox)| *area = inbox.area());
-            Box::new(OneShotWork {
-                input: null_mut(),
-                output: null_mut(),
-                count: 0,
-                state: state_address,
-                control: control_address,
-                rank,
-                ranks: profile.ranks,
-                lines: profile.lines,
-                pad: 0,
-                area,
-            })
-        });
-        Ok(Engine {
-            rank,
-            places,
-            device,
-            check_pointers: switch("NCCL_CHECK_POINTERS", false),
-            fail_when_late,
-            profile,
-            program,
-            one_shot,
-            memory: Arc::new(KernelMemory {
-                control,
-                _state: state,
-                _inboxes: inboxes,
-            }),
-            clique,
-            last_stream: Mutex::new(None),
-            launched: AtomicU64::new(0),
-            faults_seen: AtomicU64::new(0),
-        })
-    }
 }
 
-fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
+/// The engine of `rank` over opened inboxes, one a rank.
+pub(super) fn assemble(
+    device: Arc<dyn Device>,
+    rank: u32,
+    places: Vec<String>,
+    profile: Profile,
+    programs: &[Program],
+    inboxes: Vec<Arc<PeerInbox>>,
+    clique: Arc<Clique>,
+) -> Result<Engine> {
+    let state = device.clone().allocate(size_of::<State>(), Placement::Device)?;
+    let control = device.clone().allocate(size_of::<Control>(), Placement::Pinned)?;
+    let (state_address, control_address) = (state.address.cast::<State>(), control.address.cast::<Control>());
+    let (report_after_ns, fail_when_late) = settings::wait_bound()?;
+    // SAFETY: fresh, zeroed, aligned (the device hands out pages) and not yet known to any kernel.
+    let settings = unsafe { &*control_address };
+    settings.report_after_ns.store(report_after_ns, Ordering::Relaxed);
+    settings
+        .park_after_report
+        .store(u32::from(fail_when_late), Ordering::Relaxed);
+    let program = Box::new(ProgramWork {
+        state: state_address,
+        control: control_address,
+        ..program_work(&profile, rank, programs, &inboxes)
+    });
+    let one_shot = (profile.ranks > 1).then(|| {
+        let mut area = [null_mut(); MAX_RANKS];
+        area.iter_mut()
+            .zip(&inboxes)
+            .for_each(|(area, inbox)| *area = inbox.area());
+        Box::new(OneShotWork {
+            input: null_mut(),
+            output: null_mut(),
+            count: 0,
+            state: state_address,
+            control: control_address,
+            rank,
+            ranks: profile.ranks,
+            lines: profile.lines,
+            pad: 0,
+            area,
+        })
+    });
+    Ok(Engine {
+        rank,
+        places,
+        device,
+        check_pointers: switch("NCCL_CHECK_POINTERS", false),
+        fail_when_late,
+        profile,
+        program,
+        one_shot,
+        memory: Arc::new(KernelMemory {
+            control,
+            _state: state,
+            _inboxes: inboxes,
+        }),
+        clique,
+        last_stream: Mutex::new(None),
+        launched: AtomicU64::new(0),
+        faults_seen: AtomicU64::new(0),
+    })
+}
+
+pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,

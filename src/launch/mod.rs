@@ -8,6 +8,8 @@ mod clique;
 mod connect;
 pub mod layout;
 mod settings;
+#[cfg(test)]
+mod tests;
 
 pub use connect::introduction;
 

@@ -143,11 +143,13 @@ fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[
             match built.iter().find(|known| known.eq_ignore_ascii_case(name)) {
                 Some(known) => named.push(*known),
                 None if unbuilt.iter().any(|known| known.eq_ignore_ascii_case(name)) => {}
-                None => return Err(Error::usage(format!(
+                None => {
+                    return Err(Error::usage(format!(
                     "{variable} is \"{value}\", which names \"{name}\"; it takes {} ({} are NCCL's and not built yet)",
                     built.join(", "),
                     unbuilt.join(", ")
-                ))),
+                )))
+                }
             }
         }
         let allowed = built
