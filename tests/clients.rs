@@ -10,11 +10,18 @@ use std::process::{Child, Command};
 fn passed(output: std::process::Output, what: &str) {
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains(" 0 failed"), "{what}: {}\n{text}{errors}", output.status);
+    assert!(
+        output.status.success() && text.contains(" 0 failed"),
+        "{what}: {}\n{text}{errors}",
+        output.status
+    );
 }
 
 fn in_threads(program: &Program, ranks: usize, settings: &[(&str, &str)]) {
-    let output = run(program.command().args(["threads", &ranks.to_string()]).envs(settings.iter().copied()));
+    let output = run(program
+        .command()
+        .args(["threads", &ranks.to_string()])
+        .envs(settings.iter().copied()));
     passed(output, &format!("{ranks} threads {settings:?}"));
 }
 
@@ -22,7 +29,9 @@ fn in_processes(program: &Program, ranks: usize, settings: &[(&str, &str)]) {
     let id = scratch("unique-id");
     let start = |rank: usize| -> Child {
         let mut command: Command = program.command();
-        command.args(["process", &ranks.to_string(), &rank.to_string()]).arg(&id);
+        command
+            .args(["process", &ranks.to_string(), &rank.to_string()])
+            .arg(&id);
         programs::spawn(command.envs(settings.iter().copied()))
     };
     let ranks: Vec<Child> = (0..ranks).map(start).collect();
@@ -45,7 +54,16 @@ fn a_c_client_reduces_exactly_with_8_processes() {
 fn every_path_and_algorithm_can_be_forced() {
     let program = compile("all_reduce");
     in_threads(&program, 4, &[("NCCL_P2P_DISABLE", "1")]);
-    in_threads(&program, 4, &[("NCCL_SHM_DISABLE", "1"), ("NCCL_ALGO", "Ring"), ("NCCL_MAX_NCHANNELS", "3"), ("NCCL_MIN_NCHANNELS", "3")]);
+    in_threads(
+        &program,
+        4,
+        &[
+            ("NCCL_SHM_DISABLE", "1"),
+            ("NCCL_ALGO", "Ring"),
+            ("NCCL_MAX_NCHANNELS", "3"),
+            ("NCCL_MIN_NCHANNELS", "3"),
+        ],
+    );
     in_processes(&program, 2, &[("NCCL_ALGO", "allreduce:ring")]);
     in_threads(&program, 16, &[]);
     in_threads(&program, 1, &[]);

@@ -38,7 +38,10 @@ fn reduce(counts: &'static [usize]) -> usize {
         wrong
     };
     let threads: Vec<_> = (0..RANKS).map(|number| thread::spawn(move || rank(number))).collect();
-    threads.into_iter().map(|thread| thread.join().expect("a rank's thread")).sum()
+    threads
+        .into_iter()
+        .map(|thread| thread.join().expect("a rank's thread"))
+        .sum()
 }
 
 fn main() {
@@ -53,7 +56,10 @@ fn main() {
         }
     };
     std::env::set_var("OSSICLE_DEVICE", "host");
-    check("one-shot and ring", reduce(&[1, 100, 1000, 5000, 65536, 1, 200_000, 3]) == 0);
+    check(
+        "one-shot and ring",
+        reduce(&[1, 100, 1000, 5000, 65536, 1, 200_000, 3]) == 0,
+    );
     std::env::set_var("NCCL_ALGO", "Ring");
     check("ring alone", reduce(&[1, 10, 1000, 20_000]) == 0);
     std::env::set_var("NCCL_ALGO", "OneShot");

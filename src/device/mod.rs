@@ -125,6 +125,14 @@ pub trait Device: Any + Send + Sync {
     fn uuid(&self) -> [u8; 16];
     /// For messages: bus id and name of the GPU, or "host device N".
     fn describe(&self) -> String;
+    /// UUIDs of the devices whose memory this one's kernels can address, besides its own.
+    fn peers(&self) -> Vec<[u8; 16]> {
+        Vec::new()
+    }
+    /// Lets this device's kernels address the memory of a device that `peers` named.
+    fn open_peer(&self, _uuid: [u8; 16]) -> Result<()> {
+        Ok(())
+    }
     /// Streaming multiprocessors; on the host device the number of usable cores.
     fn multiprocessors(&self) -> u32;
     /// Zeroed memory for the library. Never synchronises with kernels that are running.

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
-use crate::transport::{self, Geometry, Inbox, PeerInbox, Reach};
+use crate::transport::{self, Geometry, Inbox, Path, PeerInbox, Reach};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::ptr::null_mut;
@@ -46,7 +46,7 @@ pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) 
         uuid: device.uuid(),
         device: device.describe(),
         shares_gpu: switch("NCCL_MULTI_RANK_GPU_ENABLE", false),
-        reach: Reach::of_this_process(p2p, shm),
+        reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
     };
     serde_json::to_vec(&info).map_err(|error| Error::internal(format!("introduction: {error}")))
@@ -113,6 +113,13 @@ impl Engine {
             ranks.len() - 1,
             path.name()
         );
+        if path == Path::P2p {
+            let others = reach
+                .iter()
+                .map(|peer| peer.device)
+                .filter(|peer| *peer != reach[rank as usize].device);
+            others.into_iter().try_for_each(|peer| device.open_peer(peer))?;
+        }
         let programs: Vec<Program> = (0..profile.ranks)
             .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
             .collect();

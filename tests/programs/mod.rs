@@ -27,7 +27,9 @@ impl Program {
                 command.env_remove(&*name);
             }
         }
-        command.env("LD_LIBRARY_PATH", &self.library_folder).env("OSSICLE_DEVICE", "host");
+        command
+            .env("LD_LIBRARY_PATH", &self.library_folder)
+            .env("OSSICLE_DEVICE", "host");
         command
     }
 }
@@ -43,7 +45,11 @@ pub fn scratch(name: &str) -> PathBuf {
 pub fn library_folder() -> PathBuf {
     let test = std::env::current_exe().expect("the test knows its own path");
     let library = test.parent().expect("a folder").join("libnccl.so");
-    assert!(library.exists(), "{} is missing: cargo test builds it", library.display());
+    assert!(
+        library.exists(),
+        "{} is missing: cargo test builds it",
+        library.display()
+    );
     let folder = scratch("lib");
     std::fs::create_dir_all(&folder).expect("a folder for the link");
     std::os::unix::fs::symlink(&library, folder.join("libnccl.so.2")).expect("a link");
@@ -55,14 +61,26 @@ pub fn nvidia_includes() -> Vec<PathBuf> {
     let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join(".tools");
     let cuda = std::env::var_os("OSSICLE_CUDA_INCLUDE").map(PathBuf::from).or_else(|| {
         let home = std::env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("include"));
-        let pythons = std::fs::read_dir(tools.join("cuda/lib")).into_iter().flatten().flatten();
+        let pythons = std::fs::read_dir(tools.join("cuda/lib"))
+            .into_iter()
+            .flatten()
+            .flatten();
         let wheels = pythons.map(|python| python.path().join("site-packages/nvidia/cu13/include"));
-        home.into_iter().chain(wheels).find(|folder| folder.join("cuda_runtime.h").exists())
+        home.into_iter()
+            .chain(wheels)
+            .find(|folder| folder.join("cuda_runtime.h").exists())
     });
     let nccl = std::env::var_os("OSSICLE_NVIDIA_INCLUDE")
         .map_or_else(|| tools.join("nccl-2.28.9/nvidia/nccl/include"), PathBuf::from);
-    assert!(nccl.join("nccl.h").exists(), "no NVIDIA nccl.h in {}: run ci/setup", nccl.display());
-    vec![nccl, cuda.expect("no cuda_runtime.h in CUDA_HOME or .tools/cuda: run ci/setup")]
+    assert!(
+        nccl.join("nccl.h").exists(),
+        "no NVIDIA nccl.h in {}: run ci/setup",
+        nccl.display()
+    );
+    vec![
+        nccl,
+        cuda.expect("no cuda_runtime.h in CUDA_HOME or .tools/cuda: run ci/setup"),
+    ]
 }
 
 /// Compiles tests/c/<name>.c against NVIDIA's header.
@@ -75,7 +93,11 @@ pub fn compile(name: &str) -> Program {
     for folder in nvidia_includes() {
         command.arg("-isystem").arg(folder);
     }
-    command.arg(&source).arg("-o").arg(&path).arg(library_folder.join("libnccl.so.2"));
+    command
+        .arg(&source)
+        .arg("-o")
+        .arg(&path)
+        .arg(library_folder.join("libnccl.so.2"));
     let output = command.output().expect("gcc is installed");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Program { path, library_folder }
@@ -83,7 +105,12 @@ pub fn compile(name: &str) -> Program {
 
 /// Starts a client with its output captured.
 pub fn spawn(command: &mut Command) -> Child {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the client starts")
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the client starts")
 }
 
 /// Waits for a client; one that outlasts PATIENCE is killed, which its caller sees as a failure.
