@@ -5,6 +5,7 @@
 
 #include <nccl.h>
 #include <limits.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -163,14 +164,15 @@ static void groups(void) {
 
 int main(void) {
   char junk[4096];
-  void *freed = malloc(4096);
+  void *block = malloc(4096);
+  const uintptr_t freed = (uintptr_t)block;
   library();
   initialisation();
   handle(NULL);
   handle((ncclComm_t)wild);
   memset(junk, 0x5a, sizeof junk);
   handle((ncclComm_t)junk);
-  free(freed);
+  free(block);
   handle((ncclComm_t)freed);
   memory();
   groups();

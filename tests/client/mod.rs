@@ -6,14 +6,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// The cdylib that cargo built beside this test.
-pub fn library() -> PathBuf {
+pub(crate) fn library() -> PathBuf {
     let path = std::env::current_exe().unwrap().parent().unwrap().join("libnccl.so");
-    assert!(path.exists(), "{} is missing; cargo test builds it beside its tests", path.display());
+    assert!(
+        path.exists(),
+        "{} is missing; cargo test builds it beside its tests",
+        path.display()
+    );
     path
 }
 
 /// An empty folder of this test.
-pub fn scratch(test: &str) -> PathBuf {
+pub(crate) fn scratch(test: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(test);
     let _ = fs::remove_dir_all(&path);
     fs::create_dir_all(&path).unwrap();
@@ -22,7 +26,7 @@ pub fn scratch(test: &str) -> PathBuf {
 
 /// Where a client finds nccl.h.
 #[derive(Clone, Copy, PartialEq)]
-pub enum Header {
+pub(crate) enum Header {
     /// include/nccl.h of this repository, without CUDA's headers.
     Ours,
     /// The same beside CUDA's headers.
@@ -43,20 +47,25 @@ impl Header {
     }
 }
 
-pub fn root() -> &'static Path {
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// The folder with NVIDIA's nccl.h 2.28.9.
-pub fn nvidia_include() -> PathBuf {
+pub(crate) fn nvidia_include() -> PathBuf {
     let installed = root().join(".tools/nccl-2.28.9/nvidia/nccl/include");
     found("OSSICLE_NVIDIA_INCLUDE", "nccl.h", vec![installed])
 }
 
 /// The folder with cuda_runtime.h.
-pub fn cuda_include() -> PathBuf {
-    let pythons = fs::read_dir(root().join(".tools/cuda/lib")).into_iter().flatten().flatten();
-    let installed = pythons.map(|python| python.path().join("site-packages/nvidia/cu13/include")).collect();
+pub(crate) fn cuda_include() -> PathBuf {
+    let pythons = fs::read_dir(root().join(".tools/cuda/lib"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let installed = pythons
+        .map(|python| python.path().join("site-packages/nvidia/cu13/include"))
+        .collect();
     found("OSSICLE_CUDA_INCLUDE", "cuda_runtime.h", installed)
 }
 
@@ -67,7 +76,7 @@ fn found(variable: &str, file: &str, installed: Vec<PathBuf>) -> PathBuf {
 }
 
 /// Compiles `source` as C99 or C++ into an object or a program linked with the library under the name libnccl.so.2.
-pub fn compile(compiler: &str, header: Header, source: &Path, folder: &Path) -> PathBuf {
+pub(crate) fn compile(compiler: &str, header: Header, source: &Path, folder: &Path) -> PathBuf {
     let link = folder.join("libnccl.so.2");
     if !link.exists() {
         std::os::unix::fs::symlink(library(), &link).unwrap();
@@ -79,23 +88,32 @@ pub fn compile(compiler: &str, header: Header, source: &Path, folder: &Path) -> 
         _ => panic!("{compiler}?"),
     };
     let mut command = Command::new(compiler);
-    command.args(["-g", "-Wall", "-Wextra", "-Werror"]).args(language).args(header.flags()).arg(source);
+    command
+        .args(["-g", "-Wall", "-Wextra", "-Werror", "-Wno-deprecated-declarations"])
+        .args(language)
+        .args(header.flags())
+        .arg(source);
     // "none" ends the effect of -x, which would read the library as source.
     command.args(["-x", "none", "-l:libnccl.so.2", "-ldl", "-pthread"]);
-    command.arg(format!("-L{}", folder.display())).arg(format!("-Wl,-rpath,{}", folder.display()));
+    command
+        .arg(format!("-L{}", folder.display()))
+        .arg(format!("-Wl,-rpath,{}", folder.display()));
     succeed(command.arg("-o").arg(&program));
     program
 }
 
 /// Runs a client on the host device; its output must say that all was well.
-pub fn run(program: &Path, arguments: &[&str]) -> String {
+pub(crate) fn run(program: &Path, arguments: &[&str]) -> String {
     let mut command = Command::new(program);
-    command.args(arguments).env("OSSICLE_DEVICE", "host").env_remove("NCCL_DEBUG");
+    command
+        .args(arguments)
+        .env("OSSICLE_DEVICE", "host")
+        .env_remove("NCCL_DEBUG");
     String::from_utf8(succeed(&mut command).stdout).unwrap()
 }
 
 /// Runs a tool of the system and returns what it prints.
-pub fn tool<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> String {
+pub(crate) fn tool<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> String {
     String::from_utf8(succeed(Command::new(name).args(arguments)).stdout).unwrap()
 }
 
