@@ -199,7 +199,7 @@ fn names_are_copied_within_bounds() {
         name(48, 22809, c"world".as_ptr()).unwrap().comm_name.as_deref(),
         Some("world")
     );
-    assert_eq!(name(32, 21600, 1 as *const c_char), Ok(Config::default()));
+    assert_eq!(name(32, 21600, std::ptr::dangling()), Ok(Config::default()));
     let endless = [1 as c_char; 4096];
     assert!(name(32, 22809, endless.as_ptr())
         .unwrap_err()
