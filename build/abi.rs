@@ -179,7 +179,8 @@ fn support_matrix(exports: &[Export]) -> String {
          built, {} refused**.\n\
          A refused function does nothing but return `ncclInvalidUsage` (or the value that its note names) and leave a \
          sentence for `ncclGetLastError`.\n\
-         `ncclGetVersion` reports 22809; \"since\" is the first NCCL release with that function.\n",
+         `ncclGetVersion` reports 22809; \"since\" is the first NCCL release with that function (2.3: that one or \
+         an earlier one).\n",
         exports.len(),
         count(|status| matches!(status, Status::Built)),
         count(|status| matches!(status, Status::Partial)),

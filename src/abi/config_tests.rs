@@ -40,7 +40,8 @@ impl Bytes {
         };
         // SAFETY: Longest is plain data; its padding was zero-initialised or is never looked at.
         let all = unsafe { std::slice::from_raw_parts((&raw mut longest).cast::<u8>(), size_of::<Longest>()) };
-        let mut bytes = all[..size.min(all.len())].to_vec();
+        // The size itself is always there.
+        let mut bytes = all[..size.clamp(8, all.len())].to_vec();
         bytes.resize(size.max(8), 0xa5);
         Bytes(bytes)
     }
