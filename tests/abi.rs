@@ -68,6 +68,15 @@ fn the_library_exports_these_names_strongly_and_nothing_else() {
     assert_eq!(names, expected_names());
 }
 
+/// A profiler that puts its own ncclX in front calls pncclX: were that to come back through ncclX, it would never end.
+#[test]
+fn the_library_does_not_call_itself_through_names_that_can_be_interposed() {
+    let listing = tool("readelf", &["-rW", library().to_str().unwrap()]);
+    assert!(listing.contains("dl_iterate_phdr"), "no relocations in {listing}");
+    let own = listing.lines().filter(|line| line.split_whitespace().any(|word| expected_names().contains(word)));
+    assert_eq!(own.collect::<Vec<&str>>(), Vec::<&str>::new());
+}
+
 #[test]
 fn the_library_has_nccls_soname_and_needs_only_the_system() {
     let listing = tool("readelf", &["-dW", library().to_str().unwrap()]);
