@@ -73,7 +73,9 @@ fn the_library_exports_these_names_strongly_and_nothing_else() {
 fn the_library_does_not_call_itself_through_names_that_can_be_interposed() {
     let listing = tool("readelf", &["-rW", library().to_str().unwrap()]);
     assert!(listing.contains("dl_iterate_phdr"), "no relocations in {listing}");
-    let own = listing.lines().filter(|line| line.split_whitespace().any(|word| expected_names().contains(word)));
+    let own = listing
+        .lines()
+        .filter(|line| line.split_whitespace().any(|word| expected_names().contains(word)));
     assert_eq!(own.collect::<Vec<&str>>(), Vec::<&str>::new());
 }
 
