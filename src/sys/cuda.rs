@@ -107,6 +107,7 @@ function_table! {
     }
     optional {
         12040 fn cuFuncLoad(function: CUfunction);
+        12080 fn cuStreamGetDevice(stream: CUstream, device: *mut CUdevice);
         12040 fn cuFuncGetParamInfo(function: CUfunction, index: usize, offset: *mut usize, bytes: *mut usize);
     }
 }

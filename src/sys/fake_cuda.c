@@ -56,7 +56,8 @@ void fake_range(u64 start, u64 bytes, int type, int ordinal, int managed, int wh
     ranges[range_count++].seen_as = seen_as;
 }
 
-static char contexts[2];
+/* The primary contexts of both GPUs, and a green context of GPU 0. */
+static char contexts[3];
 static __thread void *stack[8];
 static __thread int depth, mode;
 static void *current(void) { return depth ? stack[depth - 1] : 0; }
@@ -83,7 +84,7 @@ CALL(cuDeviceGetAttribute(int *value, int attribute, int device))
 CALL(cuDeviceCanAccessPeer(int *can, int device, int peer)) *can = device != peer; return 0; }
 CALL(cuDevicePrimaryCtxRetain(void **context, int device)) *context = &contexts[device]; return 0; }
 CALL(cuCtxGetCurrent(void **context)) *context = current(); return 0; }
-CALL(cuCtxGetDevice(int *device)) *device = (int)((char *)current() - contexts); return current() ? 0 : 201; }
+CALL(cuCtxGetDevice(int *device)) *device = (int)((char *)current() - contexts) % 2; return current() ? 0 : 201; }
 CALL(cuCtxPushCurrent(void *context)) stack[depth++] = context; return 0; }
 CALL(cuCtxPopCurrent(void **context)) *context = stack[--depth]; return 0; }
 CALL(cuCtxGetStreamPriorityRange(int *least, int *greatest)) *least = 0; *greatest = -5; return current() ? 0 : 201; }
@@ -110,7 +111,7 @@ CALL(cuFuncGetParamInfo(void *function, size_t index, size_t *offset, size_t *by
 }
 CALL(cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                     unsigned shared, void *stream, void **parameters, void **extra))
-    if (gy != 1 || gz != 1 || by != 1 || bz != 1 || shared || extra || fake_count("cuFuncLoad") < KERNELS) return UNKNOWN;
+    if (gy != 1 || gz != 1 || by != 1 || bz != 1 || shared || extra || (FAKE_VERSION >= 12040 && fake_count("cuFuncLoad") < KERNELS)) return UNKNOWN;
     fake_launch.kernel = function;
     fake_launch.blocks = gx;
     fake_launch.threads = bx;
@@ -180,9 +181,10 @@ CALL(cuStreamIsCapturing(void *stream, int *status))
 }
 CALL(cuStreamGetId(void *stream, u64 *id)) *id = (u64)stream; return 0; }
 CALL(cuStreamGetCtx(void *stream, void **context))
-    *context = &contexts[stream == (void *)0x501];
-    return stream == (void *)0x506 ? 801 : 0;
+    *context = &contexts[stream == (void *)0x501 ? 1 : stream == (void *)0x506 ? 2 : 0];
+    return 0;
 }
+CALL(cuStreamGetDevice(void *stream, int *device)) *device = stream == (void *)0x501; return 0; }
 CALL(cuStreamWaitEvent(void *stream, void *event, unsigned flags)) (void)event; fake_waiting = stream; return (int)flags; }
 CALL(cuEventCreate(void **event, unsigned flags)) *event = (void *)0x700; return flags == 2 ? 0 : UNKNOWN; }
 CALL(cuEventRecord(void *event, void *stream)) (void)event; fake_recorded = stream; return 0; }
@@ -225,7 +227,7 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuFuncGetParamInfo), ENTRY(cuLaunchKernel), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
     ENTRY(cuMemHostRegister), ENTRY(cuMemHostUnregister), ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemsetD8Async),
     ENTRY(cuPointerGetAttributes), ENTRY(cuStreamCreateWithPriority), ENTRY(cuStreamSynchronize), ENTRY(cuStreamQuery),
-    ENTRY(cuStreamIsCapturing), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamWaitEvent),
+    ENTRY(cuStreamIsCapturing), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamGetDevice), ENTRY(cuStreamWaitEvent),
     ENTRY(cuEventCreate), ENTRY(cuEventRecord), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate),
     ENTRY(cuMemRelease), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap),
     ENTRY(cuMemSetAccess),

@@ -9,10 +9,15 @@ use crate::sys::fake::{Fake, FakeRange};
 const IMAGE: Image = Image {
     bytes: b"fatbin",
     release: "13.0",
+    targets: "sm_90",
 };
 
 fn fake_device(test: &str) -> (Fake, Arc<CudaDevice>) {
-    let fake = Fake::build(test, &[]);
+    fake_device_with(test, &[])
+}
+
+fn fake_device_with(test: &str, defines: &[&str]) -> (Fake, Arc<CudaDevice>) {
+    let fake = Fake::build(test, defines);
     let device = CudaDevice::open(fake.driver(), 0, IMAGE).expect("GPU 0");
     (fake, Arc::new(device))
 }
@@ -55,6 +60,7 @@ fn a_missing_kernel_and_a_refused_image_are_named() {
     let image = Image {
         bytes: b"other!",
         release: "13.0",
+        targets: "sm_90",
     };
     assert_refused(
         CudaDevice::open(fake.driver(), 1, image).map(|_| ()),
@@ -63,7 +69,7 @@ fn a_missing_kernel_and_a_refused_image_are_named() {
             "GPU 1 (Fake, 0000:02:00.0)",
             "cuModuleLoadData failed: 209",
             "supports CUDA 13.0",
-            "built by CUDA 13.0",
+            "built by CUDA 13.0 for sm_90",
         ],
     );
 }
@@ -314,29 +320,35 @@ fn a_buffer_may_span_mappings_but_not_allocations() {
 
 #[test]
 fn streams_are_told_apart_and_bad_ones_refused() {
-    let (_fake, device) = fake_device("streams");
-    let key = |handle: usize| device.check_stream(handle as *mut c_void);
-    assert_eq!(key(0), key(1));
-    let keys = [key(0), key(2), key(0x600), key(0x601), key(0x506)].map(|key| key.expect("a stream"));
-    for (i, one) in keys.iter().enumerate() {
-        assert!(!keys[i + 1..].contains(one), "{keys:?}");
+    for (test, version) in [
+        ("streams", "FAKE_VERSION=13000"),
+        ("streams_before_12_4", "FAKE_VERSION=12000"),
+    ] {
+        let (fake, device) = fake_device_with(test, &[version]);
+        let key = |handle: usize| device.check_stream(handle as *mut c_void);
+        assert_eq!(key(0), key(1));
+        let keys = [key(0), key(2), key(0x600), key(0x601), key(0x506)].map(|key| key.expect("a stream"));
+        for (i, one) in keys.iter().enumerate() {
+            assert!(!keys[i + 1..].contains(one), "{keys:?}");
+        }
+        assert_refused(
+            key(0x50C),
+            Code::InvalidUsage,
+            &["0x50c is under CUDA graph capture, which is not built yet"],
+        );
+        assert_refused(key(0x50E), Code::InvalidUsage, &["under CUDA graph capture"]);
+        assert_refused(
+            key(0x50B),
+            Code::InvalidArgument,
+            &["0x50b is not a stream of GPU 0", "400"],
+        );
+        assert_refused(
+            key(0x501),
+            Code::InvalidArgument,
+            &["0x501 belongs to GPU 1", "device is GPU 0"],
+        );
+        assert_eq!(fake.ask(c"fake_depth"), 0);
     }
-    assert_refused(
-        key(0x50C),
-        Code::InvalidUsage,
-        &["0x50c is under CUDA graph capture, which is not built yet"],
-    );
-    assert_refused(key(0x50E), Code::InvalidUsage, &["under CUDA graph capture"]);
-    assert_refused(
-        key(0x50B),
-        Code::InvalidArgument,
-        &["0x50b is not a stream of GPU 0", "400"],
-    );
-    assert_refused(
-        key(0x501),
-        Code::InvalidArgument,
-        &["0x501 belongs to GPU 1", "device is GPU 0"],
-    );
 }
 
 #[test]
