@@ -50,8 +50,8 @@ pub(super) struct LoadedKernel {
 /// Every kernel of `Kernel::all`, loaded.
 pub(super) struct Kernels {
     by_index: Vec<LoadedKernel>,
-    /// The largest local memory a thread of any kernel needs. Above zero, the first launch may make the driver grow
-    /// the context's local memory, which waits for running kernels.
+    /// The largest local memory a thread of any kernel needs. Past the context's stack limit (1 KiB by default) the
+    /// first launch would make the driver grow the context's local memory, which waits for running kernels.
     pub(super) local_bytes: c_int,
 }
 

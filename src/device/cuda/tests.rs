@@ -311,6 +311,16 @@ fn a_buffer_may_span_mappings_but_not_allocations() {
         start: RANGE.start + 0x1000,
         ..RANGE
     });
+    fake.range(&FakeRange {
+        start: RANGE.start + 0x2000,
+        whole: false,
+        ..RANGE
+    });
+    assert_refused(
+        check(&device, RANGE.start + 0x1000, 0x1001),
+        Code::InvalidArgument,
+        &["ends after 4096 bytes"],
+    );
     assert_refused(
         check(&device, RANGE.start, 0x1001),
         Code::InvalidArgument,
