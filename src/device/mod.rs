@@ -78,9 +78,9 @@ impl Kernel {
     /// Every kernel there is, in the order of `index`.
     pub fn all() -> impl Iterator<Item = Kernel> {
         Self::FAMILIES.into_iter().flat_map(|family| {
-            Self::DATATYPES.into_iter().flat_map(move |datatype| {
-                Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op })
-            })
+            Self::DATATYPES
+                .into_iter()
+                .flat_map(move |datatype| Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op }))
         })
     }
 
@@ -151,8 +151,9 @@ pub trait Device: Send + Sync {
 /// Launches one kernel for each rank of a batch. CUDA: asynchronous, in order. Host: all blocks of all ranks run at
 /// once (they wait for each other) and the call returns when every one is done, as MPI's do.
 pub fn launch(batch: &[Launch]) -> Result<()> {
-    let (host, cuda): (Vec<&Launch>, Vec<&Launch>) =
-        batch.iter().partition(|launch| launch.device.kind() == DeviceKind::Host);
+    let (host, cuda): (Vec<&Launch>, Vec<&Launch>) = batch
+        .iter()
+        .partition(|launch| launch.device.kind() == DeviceKind::Host);
     for launch in cuda {
         cuda::launch(launch)?;
     }
@@ -178,8 +179,15 @@ pub fn count() -> Result<i32> {
 
 /// Which kind of device this process uses for new communicators and for `ncclMemAlloc`.
 pub fn kind() -> Result<DeviceKind> {
-    match crate::environment::choice("OSSICLE_DEVICE", &[("host", DeviceKind::Host), ("cuda", DeviceKind::Cuda)])? {
+    match crate::environment::choice(
+        "OSSICLE_DEVICE",
+        &[("host", DeviceKind::Host), ("cuda", DeviceKind::Cuda)],
+    )? {
         Some(kind) => Ok(kind),
-        None => Ok(if cuda::available() { DeviceKind::Cuda } else { DeviceKind::Host }),
+        None => Ok(if cuda::available() {
+            DeviceKind::Cuda
+        } else {
+            DeviceKind::Host
+        }),
     }
 }

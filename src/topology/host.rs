@@ -22,7 +22,10 @@ impl HostIdentity {
             Some(id) if !id.is_empty() => format!("NCCL_HOSTID {id}"),
             _ => format!("{name} {}", boot_id()),
         };
-        HostIdentity { digest: digest(text.as_bytes()), name }
+        HostIdentity {
+            digest: digest(text.as_bytes()),
+            name,
+        }
     }
 }
 
@@ -49,5 +52,8 @@ pub fn short_name() -> String {
 }
 
 fn boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .unwrap_or_default()
+        .trim()
+        .to_owned()
 }
