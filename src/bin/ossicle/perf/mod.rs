@@ -235,7 +235,7 @@ impl Gathering<'_> {
             .filter_map(|one| Some((one.rank, one.complaint.as_ref()?)))
         {
             self.output
-                .notice(&format!("{what}, {placement:?}, rank {rank}: {text}"));
+                .notice(&format!("{what}, {}, rank {rank}: {text}", placement.name()));
         }
         let times_us: Vec<f64> = measured.iter().map(|one| one.time_us).collect();
         let wrong = measured.iter().map(|one| one.wrong).sum();

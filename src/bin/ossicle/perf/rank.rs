@@ -30,6 +30,13 @@ pub(crate) enum Placement {
 impl Placement {
     /// In the order of a row's two halves.
     pub(crate) const BOTH: [Placement; 2] = [Placement::OutOfPlace, Placement::InPlace];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Placement::OutOfPlace => "out of place",
+            Placement::InPlace => "in place",
+        }
+    }
 }
 
 struct Rank<'a> {
