@@ -24,7 +24,10 @@ pub fn integer(name: &'static str) -> Option<i64> {
         let parsed = parse_integer(&value);
         match parsed {
             Some(_) => info!(Env, "{name} set by environment to {value}"),
-            None => info!(Env, "{name} is \"{value}\", which is not an integer: the default is used"),
+            None => info!(
+                Env,
+                "{name} is \"{value}\", which is not an integer: the default is used"
+            ),
         }
         parsed
     })
@@ -39,20 +42,29 @@ pub fn switch(name: &'static str, default: bool) -> bool {
 pub fn number(name: &'static str, default: u64) -> Result<u64> {
     match text(name) {
         None => Ok(default),
-        Some(value) => parse_integer(&value).and_then(|number| u64::try_from(number).ok()).ok_or_else(|| {
-            Error::usage(format!("{name} is \"{value}\"; it takes a whole number from 0 (default {default})"))
-        }),
+        Some(value) => parse_integer(&value)
+            .and_then(|number| u64::try_from(number).ok())
+            .ok_or_else(|| {
+                Error::usage(format!(
+                    "{name} is \"{value}\"; it takes a whole number from 0 (default {default})"
+                ))
+            }),
     }
 }
 
 /// A choice by name, compared without case; unset and empty give None, anything else not in `choices` is an error.
 pub fn choice<T: Copy>(name: &'static str, choices: &[(&str, T)]) -> Result<Option<T>> {
-    let Some(value) = text(name).filter(|value| !value.is_empty()) else { return Ok(None) };
+    let Some(value) = text(name).filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
     match choices.iter().find(|(choice, _)| choice.eq_ignore_ascii_case(&value)) {
         Some((_, chosen)) => Ok(Some(*chosen)),
         None => {
             let names: Vec<&str> = choices.iter().map(|(choice, _)| *choice).collect();
-            Err(Error::usage(format!("{name} is \"{value}\"; it takes one of: {}", names.join(", "))))
+            Err(Error::usage(format!(
+                "{name} is \"{value}\"; it takes one of: {}",
+                names.join(", ")
+            )))
         }
     }
 }
@@ -84,7 +96,13 @@ mod tests {
 
     #[test]
     fn integers_are_read_in_c_notation() {
-        for (text, value) in [("12", Some(12)), ("0x10", Some(16)), ("010", Some(8)), ("-3", Some(-3)), ("0", Some(0))] {
+        for (text, value) in [
+            ("12", Some(12)),
+            ("0x10", Some(16)),
+            ("010", Some(8)),
+            ("-3", Some(-3)),
+            ("0", Some(0)),
+        ] {
             assert_eq!(parse_integer(text), value, "{text}");
         }
         for text in ["", "x", "1k", "0x", "--1", "99999999999999999999"] {

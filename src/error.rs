@@ -22,9 +22,17 @@ impl Code {
     /// The code behind an `ncclResult_t` number that came from a peer or from shared memory.
     pub fn from_raw(raw: i32) -> Option<Code> {
         use Code::*;
-        [UnhandledCudaError, SystemError, InternalError, InvalidArgument, InvalidUsage, RemoteError, InProgress]
-            .into_iter()
-            .find(|code| *code as i32 == raw)
+        [
+            UnhandledCudaError,
+            SystemError,
+            InternalError,
+            InvalidArgument,
+            InvalidUsage,
+            RemoteError,
+            InProgress,
+        ]
+        .into_iter()
+        .find(|code| *code as i32 == raw)
     }
 }
 
@@ -40,7 +48,10 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
     pub fn new(code: Code, text: impl fmt::Display) -> Error {
-        Error { code, text: text.to_string() }
+        Error {
+            code,
+            text: text.to_string(),
+        }
     }
     /// A value of the call itself is wrong (`ncclInvalidArgument`).
     pub fn argument(text: impl fmt::Display) -> Error {
@@ -69,6 +80,9 @@ impl Error {
     /// The same error with a sentence of context in front.
     #[must_use]
     pub fn within(self, context: impl fmt::Display) -> Error {
-        Error { code: self.code, text: format!("{context}: {}", self.text) }
+        Error {
+            code: self.code,
+            text: format!("{context}: {}", self.text),
+        }
     }
 }

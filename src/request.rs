@@ -24,13 +24,20 @@ pub enum DataType {
 impl DataType {
     pub const ALL: [DataType; 12] = {
         use DataType::*;
-        [Int8, Uint8, Int32, Uint32, Int64, Uint64, Float16, Float32, Float64, Bfloat16, Float8e4m3, Float8e5m2]
+        [
+            Int8, Uint8, Int32, Uint32, Int64, Uint64, Float16, Float32, Float64, Bfloat16, Float8e4m3, Float8e5m2,
+        ]
     };
 
     pub fn from_raw(raw: c_int) -> Result<DataType> {
-        usize::try_from(raw).ok().and_then(|index| Self::ALL.get(index).copied()).ok_or_else(|| {
-            Error::argument(format!("datatype is {raw}; valid are 0 (ncclInt8) to 11 (ncclFloat8e5m2)"))
-        })
+        usize::try_from(raw)
+            .ok()
+            .and_then(|index| Self::ALL.get(index).copied())
+            .ok_or_else(|| {
+                Error::argument(format!(
+                    "datatype is {raw}; valid are 0 (ncclInt8) to 11 (ncclFloat8e5m2)"
+                ))
+            })
     }
 
     /// Bytes of one element.
@@ -76,12 +83,23 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    pub const ALL: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min, ReduceOp::Avg];
+    pub const ALL: [ReduceOp; 5] = [
+        ReduceOp::Sum,
+        ReduceOp::Prod,
+        ReduceOp::Max,
+        ReduceOp::Min,
+        ReduceOp::Avg,
+    ];
 
     pub fn from_raw(raw: c_int) -> Result<ReduceOp> {
-        usize::try_from(raw).ok().and_then(|index| Self::ALL.get(index).copied()).ok_or_else(|| {
-            Error::argument(format!("op is {raw}; valid are 0 (ncclSum) to 4 (ncclAvg) and operations that were created"))
-        })
+        usize::try_from(raw)
+            .ok()
+            .and_then(|index| Self::ALL.get(index).copied())
+            .ok_or_else(|| {
+                Error::argument(format!(
+                    "op is {raw}; valid are 0 (ncclSum) to 4 (ncclAvg) and operations that were created"
+                ))
+            })
     }
 
     /// The name of nccl-tests' `-o`.

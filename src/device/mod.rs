@@ -8,6 +8,7 @@ pub mod host;
 
 use crate::error::Result;
 use crate::request::{DataType, ReduceOp};
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -74,13 +75,14 @@ impl Kernel {
     ];
     pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
     pub const FAMILIES: [KernelFamily; 2] = [KernelFamily::Program, KernelFamily::OneShot];
+    pub const COUNT: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
 
     /// Every kernel there is, in the order of `index`.
     pub fn all() -> impl Iterator<Item = Kernel> {
         Self::FAMILIES.into_iter().flat_map(|family| {
-            Self::DATATYPES.into_iter().flat_map(move |datatype| {
-                Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op })
-            })
+            Self::DATATYPES
+                .into_iter()
+                .flat_map(move |datatype| Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op }))
         })
     }
 
@@ -115,7 +117,7 @@ pub struct Launch<'a> {
     pub stream: *mut c_void,
 }
 
-pub trait Device: Send + Sync {
+pub trait Device: Any + Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// What `ncclCommCuDevice` answers.
     fn ordinal(&self) -> i32;
@@ -123,6 +125,14 @@ pub trait Device: Send + Sync {
     fn uuid(&self) -> [u8; 16];
     /// For messages: bus id and name of the GPU, or "host device N".
     fn describe(&self) -> String;
+    /// UUIDs of the devices whose memory this one's kernels can address, besides its own.
+    fn peers(&self) -> Vec<[u8; 16]> {
+        Vec::new()
+    }
+    /// Lets this device's kernels address the memory of a device that `peers` named.
+    fn open_peer(&self, _uuid: [u8; 16]) -> Result<()> {
+        Ok(())
+    }
     /// Streaming multiprocessors; on the host device the number of usable cores.
     fn multiprocessors(&self) -> u32;
     /// Zeroed memory for the library. Never synchronises with kernels that are running.
@@ -151,8 +161,9 @@ pub trait Device: Send + Sync {
 /// Launches one kernel for each rank of a batch. CUDA: asynchronous, in order. Host: all blocks of all ranks run at
 /// once (they wait for each other) and the call returns when every one is done, as MPI's do.
 pub fn launch(batch: &[Launch]) -> Result<()> {
-    let (host, cuda): (Vec<&Launch>, Vec<&Launch>) =
-        batch.iter().partition(|launch| launch.device.kind() == DeviceKind::Host);
+    let (host, cuda): (Vec<&Launch>, Vec<&Launch>) = batch
+        .iter()
+        .partition(|launch| launch.device.kind() == DeviceKind::Host);
     for launch in cuda {
         cuda::launch(launch)?;
     }
@@ -178,8 +189,15 @@ pub fn count() -> Result<i32> {
 
 /// Which kind of device this process uses for new communicators and for `ncclMemAlloc`.
 pub fn kind() -> Result<DeviceKind> {
-    match crate::environment::choice("OSSICLE_DEVICE", &[("host", DeviceKind::Host), ("cuda", DeviceKind::Cuda)])? {
+    match crate::environment::choice(
+        "OSSICLE_DEVICE",
+        &[("host", DeviceKind::Host), ("cuda", DeviceKind::Cuda)],
+    )? {
         Some(kind) => Ok(kind),
-        None => Ok(if cuda::available() { DeviceKind::Cuda } else { DeviceKind::Host }),
+        None => Ok(if cuda::available() {
+            DeviceKind::Cuda
+        } else {
+            DeviceKind::Host
+        }),
     }
 }

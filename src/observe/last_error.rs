@@ -51,7 +51,9 @@ pub fn as_c_str() -> *const c_char {
 /// The newest sentence as text.
 pub fn get() -> String {
     // SAFETY: every buffer is NUL-terminated within its bounds, by its initial zeroes and by `set`.
-    unsafe { std::ffi::CStr::from_ptr(as_c_str()) }.to_string_lossy().into_owned()
+    unsafe { std::ffi::CStr::from_ptr(as_c_str()) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 #[cfg(test)]

@@ -104,10 +104,17 @@ fn parse_level(text: &str) -> Level {
 fn parse_subsystems(text: Option<&str>) -> u32 {
     let Some(text) = text else { return DEFAULT_SUBSYSTEMS };
     let (invert, list) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
-    let mask = list.split(',').fold(0, |mask, name| match name.trim().to_ascii_uppercase().as_str() {
-        "ALL" => u32::MAX,
-        name => mask | SUBSYSTEMS.iter().find(|(known, _)| *known == name).map_or(0, |(_, bit)| *bit as u32),
-    });
+    let mask = list
+        .split(',')
+        .fold(0, |mask, name| match name.trim().to_ascii_uppercase().as_str() {
+            "ALL" => u32::MAX,
+            name => {
+                mask | SUBSYSTEMS
+                    .iter()
+                    .find(|(known, _)| *known == name)
+                    .map_or(0, |(_, bit)| *bit as u32)
+            }
+        });
     if invert {
         !mask
     } else {
@@ -162,7 +169,8 @@ fn write_line(line: &str) {
             // A full pipe drops the line and keeps the sink.
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                let _ = std::io::stderr().write_all(format!("NCCL_DEBUG_FILE: {error}; logging to stderr\n").as_bytes());
+                let _ =
+                    std::io::stderr().write_all(format!("NCCL_DEBUG_FILE: {error}; logging to stderr\n").as_bytes());
                 *sink = None;
             }
         }
@@ -180,7 +188,12 @@ pub fn write(level: Level, text: fmt::Arguments) {
         Level::Trace => "TRACE",
         _ => "INFO",
     };
-    write_line(&format!("{}:{}:{} NCCL {name} {text}\n", settings.host, std::process::id(), tid));
+    write_line(&format!(
+        "{}:{}:{} NCCL {name} {text}\n",
+        settings.host,
+        std::process::id(),
+        tid
+    ));
 }
 
 /// One INFO line of a subsystem.
@@ -214,7 +227,10 @@ mod tests {
             assert_eq!(parse_level(text), Level::None, "{text}");
         }
         assert_eq!(parse_subsystems(None), DEFAULT_SUBSYSTEMS);
-        assert_eq!(parse_subsystems(Some("INIT,net")), Subsystem::Init as u32 | Subsystem::Net as u32);
+        assert_eq!(
+            parse_subsystems(Some("INIT,net")),
+            Subsystem::Init as u32 | Subsystem::Net as u32
+        );
         assert_eq!(parse_subsystems(Some("^ALL")), 0);
         assert_eq!(parse_subsystems(Some("junk")), 0);
         assert_eq!(expand("/tmp/x.%h.%p", "node", 7), "/tmp/x.node.7");

@@ -3,10 +3,11 @@
 //! Two ranks are on one host when their identities are equal. An identity is `NCCL_HOSTID` where it is set (fakes
 //! several hosts on one machine, or joins containers), else the host name with the kernel's boot id.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// What makes a host one host: equal bytes, same host.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostIdentity {
     /// 256-bit digest of the identity text.
     pub digest: [u8; 32],
@@ -22,7 +23,10 @@ impl HostIdentity {
             Some(id) if !id.is_empty() => format!("NCCL_HOSTID {id}"),
             _ => format!("{name} {}", boot_id()),
         };
-        HostIdentity { digest: digest(text.as_bytes()), name }
+        HostIdentity {
+            digest: digest(text.as_bytes()),
+            name,
+        }
     }
 }
 
@@ -49,5 +53,8 @@ pub fn short_name() -> String {
 }
 
 fn boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .unwrap_or_default()
+        .trim()
+        .to_owned()
 }
