@@ -8,7 +8,7 @@ use crate::nccl_calls::{Communicator, DeviceMemory};
 use cudarc::driver::sys::{CUresult, CUstream_flags};
 use nccl::device::DeviceKind;
 use nccl::error::{Error, Result};
-use nccl::sys::cuda::{driver, CUstream, Driver, Unusable};
+use nccl::sys::cuda::{driver, CUstream, Driver, Failure, Unusable};
 use std::ffi::c_void;
 
 pub(crate) enum RankDevice {
@@ -57,14 +57,13 @@ impl RankDevice {
             // SAFETY: `range` checked the bounds; the caller's slice cannot overlap the library's allocation.
             RankDevice::Host => unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) },
             RankDevice::Cuda(stream) => {
-                // SAFETY: as above, with device memory as the target; the slice outlives the copy, which `wait` ends.
-                unsafe {
-                    stream
-                        .driver
-                        .call
-                        .cuMemcpyHtoDAsync(to as u64, bytes.as_ptr().cast(), bytes.len(), stream.stream)
-                }?;
-                stream.wait(|| Ok(()))?;
+                let from = bytes.as_ptr().cast();
+                // SAFETY: as above, with device memory as the target; the slice outlives the copy, which `copied` ends.
+                let begun = unsafe {
+                    let call = &stream.driver.call;
+                    call.cuMemcpyHtoDAsync(to as u64, from, bytes.len(), stream.stream)
+                };
+                stream.copied(begun)?;
             }
         }
         Ok(())
@@ -77,15 +76,13 @@ impl RankDevice {
             // SAFETY: `range` checked the bounds; the caller's slice cannot overlap the library's allocation.
             RankDevice::Host => unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(from, bytes.len()) },
             RankDevice::Cuda(stream) => {
-                // SAFETY: as above, with device memory as the source; the slice outlives the copy, which `wait` ends.
-                unsafe {
-                    let to = bytes.as_mut_ptr().cast();
-                    stream
-                        .driver
-                        .call
-                        .cuMemcpyDtoHAsync(to, from as u64, bytes.len(), stream.stream)
-                }?;
-                stream.wait(|| Ok(()))?;
+                let to = bytes.as_mut_ptr().cast();
+                // SAFETY: as above, with device memory as the source; the slice outlives the copy, which `copied` ends.
+                let begun = unsafe {
+                    let call = &stream.driver.call;
+                    call.cuMemcpyDtoHAsync(to, from as u64, bytes.len(), stream.stream)
+                };
+                stream.copied(begun)?;
             }
         }
         Ok(())
@@ -126,6 +123,12 @@ impl Stream {
             driver.call.cuStreamCreateWithPriority(&mut stream, flags, 0)?;
         }
         Ok(Stream { driver, stream })
+    }
+
+    /// Waits for a copy that was begun; None where the driver has no such function.
+    fn copied(&self, begun: Option<std::result::Result<(), Failure>>) -> Result<()> {
+        begun.ok_or_else(|| Error::cuda("the CUDA driver has no cuMemcpyHtoDAsync or cuMemcpyDtoHAsync"))??;
+        self.wait(|| Ok(()))
     }
 
     /// Polls, since a kernel that waits for a lost peer never ends: `healthy` is asked between polls.
