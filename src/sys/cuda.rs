@@ -106,6 +106,8 @@ function_table! {
         12000 fn cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
     }
     optional {
+        12000 fn cuMemcpyHtoDAsync(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+        12000 fn cuMemcpyDtoHAsync(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
         12040 fn cuFuncLoad(function: CUfunction);
         12080 fn cuStreamGetDevice(stream: CUstream, device: *mut CUdevice);
         12040 fn cuFuncGetParamInfo(function: CUfunction, index: usize, offset: *mut usize, bytes: *mut usize);
