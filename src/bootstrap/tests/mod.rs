@@ -34,7 +34,10 @@ fn introduction(rank: u32, ranks: u32) -> Introduction {
 }
 
 fn on_loopback() -> Settings {
-    Settings { interface_names: Some("lo".into()), ..Settings::default() }
+    Settings {
+        interface_names: Some("lo".into()),
+        ..Settings::default()
+    }
 }
 
 fn new_id() -> UniqueId {
@@ -59,13 +62,17 @@ fn ranks<T: Send + 'static>(count: u32, body: impl Fn(u32) -> T + Clone + Send +
 /// Sessions of all ranks of one new communicator.
 fn communicator(count: u32) -> Vec<Session> {
     let id = new_id();
-    ranks(count, move |rank| join(&id, introduction(rank, count), TIMEOUT).unwrap().0)
+    ranks(count, move |rank| {
+        join(&id, introduction(rank, count), TIMEOUT).unwrap().0
+    })
 }
 
 fn threads_of_the_service() -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let name = |path: std::path::PathBuf| std::fs::read_to_string(path.join("comm")).unwrap_or_default();
-    tasks.filter(|task| name(task.as_ref().unwrap().path()).trim() == "ossicle-boot").count()
+    tasks
+        .filter(|task| name(task.as_ref().unwrap().path()).trim() == "ossicle-boot")
+        .count()
 }
 
 fn descriptors() -> usize {
