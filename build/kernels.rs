@@ -39,7 +39,7 @@ pub(crate) fn build_for_host() {
     build.file(SOURCE).compile("ossicle_host_kernels");
 }
 
-/// The fatbin, at OUT_DIR/kernels.fatbin, and the CUDA release that built it, as OSSICLE_CUDA_RELEASE.
+/// The fatbin, at OUT_DIR/kernels.fatbin, and for messages what it is: OSSICLE_CUDA_RELEASE, OSSICLE_CUDA_TARGETS.
 pub(crate) fn build_for_gpus() {
     for name in ["OSSICLE_NVCC", "OSSICLE_CUDA_ARCHS", "CUDA_HOME"] {
         println!("cargo::rerun-if-env-changed={name}");
@@ -56,31 +56,37 @@ pub(crate) fn build_for_gpus() {
     command
         .args(["--compress-mode=size", "--fatbin", SOURCE, "-o"])
         .arg(&fatbin);
-    command.args(targets());
+    let targets = targets();
+    println!("cargo::rustc-env=OSSICLE_CUDA_TARGETS={}", targets.join(" "));
+    command.args(targets.iter().map(|target| generate_code(target)));
     run(&mut command);
 }
 
-/// nvcc's -gencode options. OSSICLE_CUDA_ARCHS ("90" or "80,90") limits a development build to these chips, no PTX.
+/// What the fatbin has code for. OSSICLE_CUDA_ARCHS ("90" or "80,90") limits a development build to these chips and
+/// leaves the PTX out.
 fn targets() -> Vec<String> {
     let chosen = env::var("OSSICLE_CUDA_ARCHS").ok().filter(|text| !text.is_empty());
-    let mut targets: Vec<String> = chosen
-        .as_deref()
-        .unwrap_or(ARCHS)
-        .split(',')
+    let archs = chosen.as_deref().unwrap_or(ARCHS).split(',').map(str::trim);
+    let mut targets: Vec<String> = archs
         .map(|arch| {
-            let arch = arch.trim();
             if arch.is_empty() || !arch.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
                 fail(&format!(
                     "OSSICLE_CUDA_ARCHS names \"{arch}\"; it takes compute capabilities such as {ARCHS}"
                 ));
             }
-            format!("-gencode=arch=compute_{arch},code=sm_{arch}")
+            format!("sm_{arch}")
         })
         .collect();
     if chosen.is_none() {
-        targets.push(format!("-gencode=arch=compute_{PTX_ARCH},code=compute_{PTX_ARCH}"));
+        targets.push(format!("compute_{PTX_ARCH}"));
     }
     targets
+}
+
+/// "sm_90" becomes -gencode=arch=compute_90,code=sm_90.
+fn generate_code(target: &str) -> String {
+    let arch = target.split_once('_').map_or(target, |(_, arch)| arch);
+    format!("-gencode=arch=compute_{arch},code={target}")
 }
 
 /// OSSICLE_NVCC, CUDA_HOME, PATH, then what ci/setup installed under .tools.
@@ -90,7 +96,10 @@ fn find_nvcc() -> PathBuf {
         .map(PathBuf::from)
     {
         if !path.is_file() {
-            fail(&format!("OSSICLE_NVCC is {}, which is no file", path.display()));
+            fail(&format!(
+                "OSSICLE_NVCC is {}, which is no file; it takes the path of nvcc",
+                path.display()
+            ));
         }
         return path;
     }
@@ -144,7 +153,15 @@ fn run(command: &mut Command) -> String {
             "{} does not start: {error}",
             command.get_program().to_string_lossy()
         )),
-        Ok(output) if output.status.success() => String::from_utf8_lossy(&output.stdout).into_owned(),
+        Ok(output) if output.status.success() => {
+            for line in String::from_utf8_lossy(&output.stderr)
+                .lines()
+                .filter(|line| !line.trim().is_empty())
+            {
+                println!("cargo::warning={line}");
+            }
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        }
         Ok(output) => {
             let said = [&output.stdout[..], &output.stderr[..]].concat();
             fail(&format!(

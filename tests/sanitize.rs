@@ -3,7 +3,7 @@
 //! It has no test harness, whose locks the sanitizers do not see, and counts for itself.
 
 use nccl::abi::exports as api;
-use nccl::abi::types::{ncclResult_t, ncclUniqueId};
+use nccl::abi::types::ncclUniqueId;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::thread;
@@ -14,7 +14,8 @@ const SUM: i32 = 0;
 
 fn unique_id() -> ncclUniqueId {
     let mut id = ncclUniqueId { internal: [0; 128] };
-    assert_eq!(api::ncclGetUniqueId(&mut id), ncclResult_t::ncclSuccess);
+    // SAFETY: id is a writable ncclUniqueId.
+    assert_eq!(unsafe { api::ncclGetUniqueId(&mut id) }, 0);
     id
 }
 
@@ -23,18 +24,21 @@ fn reduce(counts: &'static [usize]) -> usize {
     let id = unique_id();
     let rank = move |rank: usize| {
         let mut comm = null_mut();
-        let made = api::ncclCommInitRank(&mut comm, RANKS as i32, id, rank as i32);
-        assert_eq!(made, ncclResult_t::ncclSuccess);
+        // SAFETY: comm is a writable handle.
+        let made = unsafe { api::ncclCommInitRank(&mut comm, RANKS as i32, id, rank as i32) };
+        assert_eq!(made, 0);
         let mut wrong = 0;
         for count in counts {
             let mut data: Vec<f32> = (0..*count).map(|i| ((i * 7 + rank * 13) % 101) as f32).collect();
             let buffer = data.as_mut_ptr().cast::<c_void>();
-            let result = api::ncclAllReduce(buffer, buffer, *count, FLOAT, SUM, comm, null_mut());
-            assert_eq!(result, ncclResult_t::ncclSuccess);
+            // SAFETY: the buffer has `count` floats and nobody else uses it.
+            let result = unsafe { api::ncclAllReduce(buffer, buffer, *count, FLOAT, SUM, comm, null_mut()) };
+            assert_eq!(result, 0);
             let expected = |i: usize| (0..RANKS).map(|r| ((i * 7 + r * 13) % 101) as f32).sum::<f32>();
             wrong += (0..*count).filter(|i| data[*i] != expected(*i)).count();
         }
-        assert_eq!(api::ncclCommDestroy(comm), ncclResult_t::ncclSuccess);
+        // SAFETY: a live handle.
+        assert_eq!(unsafe { api::ncclCommDestroy(comm) }, 0);
         wrong
     };
     let threads: Vec<_> = (0..RANKS).map(|number| thread::spawn(move || rank(number))).collect();

@@ -201,3 +201,13 @@ pub fn kind() -> Result<DeviceKind> {
         }),
     }
 }
+
+/// Memory for the user on the device that a new communicator of this thread would have (`ncclMemAlloc`).
+pub fn allocate_user(bytes: usize) -> Result<*mut c_void> {
+    open(None)?.allocate_user(bytes)
+}
+
+/// Frees what `allocate_user` gave (`ncclMemFree`).
+pub fn free_user(pointer: *mut c_void) -> Result<()> {
+    open(None)?.free_user(pointer)
+}

@@ -19,11 +19,11 @@ pub(super) struct Clique {
     launches: [AtomicU64; MAX_RANKS],
 }
 
-/// Cliques of this process by the communicator's identity.
-static CLIQUES: Lazy<Mutex<HashMap<u64, Weak<Clique>>>> = Lazy::new(Default::default);
+/// Cliques of this process by what names their communicator.
+static CLIQUES: Lazy<Mutex<HashMap<Vec<u8>, Weak<Clique>>>> = Lazy::new(Default::default);
 
 impl Clique {
-    pub(super) fn of(communicator: u64) -> Arc<Clique> {
+    pub(super) fn of(communicator: Vec<u8>) -> Arc<Clique> {
         let mut cliques = CLIQUES.lock();
         cliques.retain(|_, clique| clique.strong_count() > 0);
         let clique = cliques.get(&communicator).and_then(Weak::upgrade).unwrap_or_default();

@@ -7,7 +7,7 @@ use super::{Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
 use crate::device::{Device, DeviceKind, Placement};
 use crate::environment::switch;
-use crate::error::{Error, Result};
+use crate::error::{Code, Error, Result};
 use crate::info;
 use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
@@ -33,13 +33,22 @@ struct RankInfo {
     settings: Settings,
 }
 
+/// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
+type Introduced = std::result::Result<RankInfo, (i32, String)>;
+
 /// This rank's share of `Introduction::payload`.
-pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Result<Vec<u8>> {
+pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Vec<u8> {
+    let introduced: Introduced = describe(device, ctas).map_err(|error| (error.code as i32, error.text));
+    // Plain data of strings and numbers always has a JSON form.
+    serde_json::to_vec(&introduced).unwrap_or_default()
+}
+
+fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Result<RankInfo> {
     settings::check_choices()?;
     settings::wait_bound()?;
     let (p2p, shm) = settings::paths();
     let host = HostIdentity::of_this_process();
-    let info = RankInfo {
+    Ok(RankInfo {
         place: format!("{}:{}", host.name, std::process::id()),
         host,
         cuda: device.kind() == DeviceKind::Cuda,
@@ -48,8 +57,22 @@ pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) 
         shares_gpu: switch("NCCL_MULTI_RANK_GPU_ENABLE", false),
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
+    })
+}
+
+/// The introductions of all ranks, or the error of the first that cannot take part.
+fn parse(payloads: &[Vec<u8>]) -> Result<Vec<RankInfo>> {
+    let one = |(rank, payload): (usize, &Vec<u8>)| match serde_json::from_slice::<Introduced>(payload) {
+        Ok(Ok(info)) => Ok(info),
+        Ok(Err((code, text))) => {
+            let code = Code::from_raw(code).unwrap_or(Code::InternalError);
+            Err(Error::new(code, text).within(format!("rank {rank}")))
+        }
+        Err(error) => Err(Error::internal(format!(
+            "the introduction of rank {rank} does not parse: {error}"
+        ))),
     };
-    serde_json::to_vec(&info).map_err(|error| Error::internal(format!("introduction: {error}")))
+    payloads.iter().enumerate().map(one).collect()
 }
 
 /// Contradictions between ranks; every rank sees the same table and comes to the same answer. Returns how many ranks
@@ -97,12 +120,7 @@ impl Engine {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Result<Engine> {
-        let parse = |payload: &Vec<u8>| serde_json::from_slice::<RankInfo>(payload);
-        let ranks: Vec<RankInfo> = payloads
-            .iter()
-            .map(parse)
-            .collect::<std::result::Result<_, _>>()
-            .map_err(|error| Error::internal(format!("a rank's introduction does not parse: {error}")))?;
+        let ranks = parse(payloads)?;
         let sharing = check(&ranks)?;
         let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
@@ -143,7 +161,8 @@ impl Engine {
             cancel,
         )?;
         let places = ranks.into_iter().map(|info| info.place).collect();
-        let communicator = session.identity();
+        // The inboxes of all ranks name the communicator as nothing else does.
+        let communicator = names.concat();
         assemble(
             device,
             rank,

@@ -109,6 +109,7 @@ function_table! {
         12000 fn cuMemcpyHtoDAsync(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
         12000 fn cuMemcpyDtoHAsync(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
         12040 fn cuFuncLoad(function: CUfunction);
+        12080 fn cuStreamGetDevice(stream: CUstream, device: *mut CUdevice);
         12040 fn cuFuncGetParamInfo(function: CUfunction, index: usize, offset: *mut usize, bytes: *mut usize);
     }
 }
@@ -285,4 +286,94 @@ fn proc_address(find: GetProcAddress, name: &CStr, since: c_int) -> Option<NonNu
     // SAFETY: a C string in, one address and one int out; flags 0 are the default (legacy stream) variants.
     let status = unsafe { find(name.as_ptr(), &mut address, since, 0, &mut found) };
     NonNull::new(address).filter(|_| status == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::fake::Fake;
+
+    fn refusal(fake: &Fake) -> String {
+        match fake.open() {
+            Err(Unusable::Refused(error)) => error.text,
+            Err(Unusable::Absent(text)) => panic!("absent, not refused: {text}"),
+            Ok(_) => panic!("opened"),
+        }
+    }
+
+    fn absence(opened: Result<Driver, Unusable>) -> String {
+        match opened {
+            Err(Unusable::Absent(text)) => text,
+            Err(Unusable::Refused(error)) => panic!("refused, not absent: {error}"),
+            Ok(_) => panic!("opened"),
+        }
+    }
+
+    #[test]
+    fn a_missing_library_is_absent_and_named() {
+        let text = absence(Driver::open(c"libossicle-no-such-driver.so.1"));
+        assert!(text.contains("libossicle-no-such-driver.so.1"), "{text}");
+    }
+
+    #[test]
+    fn a_library_that_is_no_driver_is_absent() {
+        let text = absence(Driver::open(c"libc.so.6"));
+        assert_eq!(text, "libc.so.6 has no cuDriverGetVersion: it is no CUDA driver");
+    }
+
+    #[test]
+    fn a_driver_without_a_gpu_is_absent() {
+        let text = absence(Fake::build("no_gpu", &["FAKE_INIT=100"]).open());
+        assert_eq!(text, "cuInit failed: 100 (CUDA_ERROR_NO_DEVICE)");
+        let text = absence(Fake::build("init_fails", &["FAKE_INIT=999"]).open());
+        assert_eq!(text, "cuInit failed: 999");
+    }
+
+    #[test]
+    fn an_old_driver_is_refused_by_both_versions() {
+        let text = refusal(&Fake::build("old", &["FAKE_VERSION=11080"]));
+        assert!(
+            text.contains("it supports CUDA 11.8;") && text.contains("CUDA 12.0 or newer"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_missing_function_is_refused_by_name() {
+        let text = refusal(&Fake::build("without", &["FAKE_WITHOUT=\"cuMemMap\""]));
+        assert!(
+            text.contains("supports CUDA 13.0, yet has no cuMemMap of CUDA 12.0"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn optional_functions_may_be_missing() {
+        let fake = Fake::build("optional", &["FAKE_VERSION=12000"]);
+        let driver = fake.driver();
+        assert_eq!(driver.version, Version(12000));
+        // SAFETY: the stand-in reads nothing through the handle.
+        assert_eq!(unsafe { driver.call.cuFuncLoad(std::ptr::null_mut()) }, None);
+        // SAFETY: as above.
+        let newer = unsafe { Fake::build("newer", &[]).driver().call.cuFuncLoad(std::ptr::null_mut()) };
+        assert_eq!(newer, Some(Ok(())));
+    }
+
+    #[test]
+    fn failures_name_function_number_and_name() {
+        let driver = Fake::build("failures", &[]).driver();
+        let mut address = 0;
+        // SAFETY: writes one address.
+        let failure = unsafe { driver.call.cuMemAlloc(&mut address, 2 << 30) }.expect_err("too large for it");
+        assert_eq!(failure.to_string(), "cuMemAlloc failed: 2 (CUDA_ERROR_OUT_OF_MEMORY)");
+        assert_eq!(
+            Error::from(failure),
+            Error::cuda("cuMemAlloc failed: 2 (CUDA_ERROR_OUT_OF_MEMORY)")
+        );
+        let unnamed = driver
+            .call
+            .check("cuFoo", 12345)
+            .expect_err("a code that no version knows");
+        assert_eq!(unnamed.to_string(), "cuFoo failed: 12345");
+    }
 }

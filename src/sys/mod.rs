@@ -5,6 +5,8 @@
 //! answer with a code that no enum of today has.
 
 pub mod cuda;
+#[cfg(test)]
+pub(crate) mod fake;
 
 use std::ffi::{c_void, CStr};
 use std::ptr::NonNull;

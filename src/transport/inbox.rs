@@ -46,7 +46,9 @@ impl Geometry {
     }
 
     fn bytes(&self) -> usize {
-        self.area_bytes() + self.links * self.link_bytes() + 2 * self.flags_bytes()
+        let bytes = self.area_bytes() + self.links * self.link_bytes() + 2 * self.flags_bytes();
+        // A rank alone has no peers that write, and an empty allocation is none.
+        bytes.max(LINE_BYTES)
     }
 }
 

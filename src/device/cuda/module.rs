@@ -25,16 +25,20 @@ pub(super) fn embedded() -> Option<Image> {
     return Some(Image {
         bytes: &FATBIN.0,
         release: env!("OSSICLE_CUDA_RELEASE"),
+        targets: env!("OSSICLE_CUDA_TARGETS"),
     });
     #[cfg(feature = "host-only")]
     return None;
 }
 
-/// A fatbin and the CUDA release that built it.
+/// A fatbin.
 #[derive(Clone, Copy)]
 pub(super) struct Image {
     pub(super) bytes: &'static [u8],
+    /// The CUDA release that built it, "13.0".
     pub(super) release: &'static str,
+    /// The chips that it has code for, "sm_90 compute_90".
+    pub(super) targets: &'static str,
 }
 
 pub(super) struct LoadedKernel {
@@ -46,8 +50,8 @@ pub(super) struct LoadedKernel {
 /// Every kernel of `Kernel::all`, loaded.
 pub(super) struct Kernels {
     by_index: Vec<LoadedKernel>,
-    /// The largest local memory a thread of any kernel needs. Above zero, the first launch may make the driver grow
-    /// the context's local memory, which waits for running kernels.
+    /// The largest local memory a thread of any kernel needs. Past the context's stack limit (1 KiB by default) the
+    /// first launch would make the driver grow the context's local memory, which waits for running kernels.
     pub(super) local_bytes: c_int,
 }
 
@@ -59,9 +63,8 @@ impl Kernels {
         unsafe { driver.call.cuModuleLoadData(&mut module, image.bytes.as_ptr().cast()) }.map_err(|failure| {
             Error::cuda(format!(
                 "{gpu} cannot load this library's device code: {failure}; the driver supports CUDA {}, the code was built \
-                 by CUDA {} for compute capability 8.0, 9.0, 10.0 and later: install a driver of CUDA {} or newer, or \
-                 set OSSICLE_DEVICE=host",
-                driver.version, image.release, image.release
+                 by CUDA {} for {}: install a driver of CUDA {} or newer, or set OSSICLE_DEVICE=host",
+                driver.version, image.release, image.targets, image.release
             ))
         })?;
         let mut kernels = Kernels {

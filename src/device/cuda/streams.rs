@@ -3,13 +3,14 @@
 //! A handle may be one of three special values: NULL and 1 are the legacy stream, 2 is the calling thread's own. The
 //! driver takes them as they are. A stream that its owner destroyed must not be passed again, nor be destroyed while it
 //! is the last that a communicator used and work is still to be ordered behind it: the driver keeps no record of dead
-//! handles, and NCCL asks the same of its users.
+//! handles, and NCCL asks the same of its users. The per-thread stream means another stream in every thread, so a
+//! communicator that uses it should be called from one thread: a later call cannot order itself behind it elsewhere.
 
-use super::context::{Handle, RelaxedCapture, Scope};
+use super::context::{self, Handle, RelaxedCapture, Scope};
 use super::CudaDevice;
 use crate::error::{Error, Result};
-use crate::sys::cuda::Failure;
-use cudarc::driver::sys::{CUevent_flags, CUevent_st, CUresult, CUstream_st};
+use crate::sys::cuda::{CallResult, Failure};
+use cudarc::driver::sys::{CUctx_st, CUevent_flags, CUevent_st, CUresult, CUstream_st};
 use parking_lot::Mutex;
 use std::ffi::{c_int, c_uint, c_void};
 use std::time::Duration;
@@ -70,7 +71,7 @@ impl CudaDevice {
             return Ok(LEGACY_KEY);
         }
         if !is_special(stream) {
-            self.check_stream_context(stream)?;
+            self.check_stream_device(stream)?;
         }
         let mut id = 0;
         // SAFETY: as above; the context that the per-thread stream belongs to is current.
@@ -78,29 +79,36 @@ impl CudaDevice {
         Ok(id)
     }
 
-    fn check_stream_context(&self, stream: *mut c_void) -> Result<()> {
+    /// A stream of this GPU but of another context than the primary one passes: a green context's stream takes the
+    /// primary context's kernels, and any other the driver refuses at launch.
+    fn check_stream_device(&self, stream: *mut c_void) -> Result<()> {
+        let refused =
+            |failure: Failure| Error::argument(format!("stream {stream:p} is not a stream of {}: {failure}", self.gpu));
         let mut context = std::ptr::null_mut();
         // SAFETY: the caller's handle, which the driver accepted before; writes one handle.
-        match unsafe { self.driver.call.cuStreamGetCtx(stream.cast(), &mut context) } {
-            Ok(()) if context == self.context.0 => Ok(()),
-            // A green context's stream has no CUcontext to show in this call; the driver itself checks it at launch.
-            Err(failure) if failure.is(CUresult::CUDA_ERROR_NOT_SUPPORTED) => Ok(()),
-            Err(failure) => Err(Error::argument(format!(
-                "stream {stream:p} is not a stream of {}: {failure}",
+        unsafe { self.driver.call.cuStreamGetCtx(stream.cast(), &mut context) }.map_err(refused)?;
+        if context == self.context.0 {
+            return Ok(());
+        }
+        let ordinal = self.ordinal_of(stream, Handle(context)).map_err(refused)?;
+        match ordinal == self.ordinal {
+            true => Ok(()),
+            false => Err(Error::argument(format!(
+                "stream {stream:p} belongs to GPU {ordinal}, but the communicator's device is {}",
                 self.gpu
             ))),
-            Ok(()) => {
-                let _scope = Scope::enter(self.driver, Handle(context))?;
-                let ordinal = super::context::current_ordinal(self.driver)?;
-                let owner = match ordinal == self.ordinal {
-                    true => "a context of that GPU which is not the primary one".to_owned(),
-                    false => format!("GPU {ordinal}"),
-                };
-                Err(Error::argument(format!(
-                    "stream {stream:p} belongs to {owner}, but the communicator's device is {}: pass a stream of its \
-                     primary context",
-                    self.gpu
-                )))
+        }
+    }
+
+    /// The GPU of a stream and of its context.
+    fn ordinal_of(&self, stream: *mut c_void, context: Handle<CUctx_st>) -> CallResult<i32> {
+        let mut ordinal = 0;
+        // SAFETY: as above; writes one int.
+        match unsafe { self.driver.call.cuStreamGetDevice(stream.cast(), &mut ordinal) } {
+            Some(told) => told.map(|()| ordinal),
+            None => {
+                let _scope = Scope::enter(self.driver, context)?;
+                context::current_ordinal(self.driver)
             }
         }
     }
