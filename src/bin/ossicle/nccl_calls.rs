@@ -43,10 +43,7 @@ fn check(call: &str, result: c_int) -> Result<()> {
     // SAFETY: the library ignores the communicator and answers with a NUL-terminated string that it never frees.
     let sentence = unsafe { CStr::from_ptr(ncclGetLastError(std::ptr::null_mut())) }.to_string_lossy();
     let code = Code::from_raw(result).unwrap_or(Code::InternalError);
-    Err(Error::new(
-        code,
-        format!("{call} failed with {code:?} ({result}): {sentence}"),
-    ))
+    Err(Error::new(code, format!("{sentence} ({code:?} from {call})")))
 }
 
 /// The number of `ncclGetVersion`, such as 22809.

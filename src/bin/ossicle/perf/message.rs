@@ -10,6 +10,8 @@ pub(crate) enum Message {
     Measured(Measured),
     /// The rank has left the communicator in good order.
     Left { rank: u32 },
+    /// The process has ended; sent by who read its news.
+    Ended { process: u32 },
     /// The run is over: something failed.
     Failed { text: String },
 }

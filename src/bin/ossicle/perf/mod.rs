@@ -53,7 +53,7 @@ pub(crate) fn run(options: &Options) -> ExitCode {
 
 /// One of several processes: runs its share of the ranks and writes their news.
 fn work(options: &Options, measurements: &[Measurement], index: u32) -> Result<bool> {
-    let id = start::receive_id()?;
+    let id = start::receive_id(index, options.processes)?;
     let run = Run {
         options,
         measurements,
@@ -61,11 +61,10 @@ fn work(options: &Options, measurements: &[Measurement], index: u32) -> Result<b
         devices: nccl::device::count()?,
         id,
     };
-    let first = index * options.ranks_per_process();
     let (sender, news) = channel();
     std::thread::scope(|scope| {
         let writer = scope.spawn(move || start::write_news(&news));
-        start::run_ranks(&run, first..first + options.ranks_per_process(), &sender);
+        start::run_ranks(&run, options.ranks_of(index), &sender);
         drop(sender);
         Ok(writer.join().unwrap_or(false))
     })
@@ -279,6 +278,14 @@ impl Gathering<'_> {
             Message::Joined { rank, pid, device } => drop(self.places.insert(rank, RankPlace { rank, pid, device })),
             Message::Measured(measured) => self.arrived.entry(measured.step).or_default().push(measured),
             Message::Left { rank } => drop(self.left.insert(rank)),
+            Message::Ended { process } => {
+                let ranks = self.options.ranks_of(process);
+                if !ranks.clone().all(|rank| self.left.contains(&rank)) {
+                    return Err(format!(
+                        "process {process}, with the ranks {ranks:?}, ended before they were done"
+                    ));
+                }
+            }
             Message::Failed { text } => return Err(text),
         }
         Ok(())

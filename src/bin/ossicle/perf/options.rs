@@ -5,6 +5,7 @@ use super::sizes;
 use clap::Args;
 use nccl::device::Kernel;
 use nccl::request::{DataType, ReduceOp};
+use std::ops::Range;
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Options {
@@ -154,8 +155,10 @@ impl Options {
         Ok(rows)
     }
 
-    pub(crate) fn ranks_per_process(&self) -> u32 {
-        self.ranks / self.processes
+    /// The share of one process.
+    pub(crate) fn ranks_of(&self, process: u32) -> Range<u32> {
+        let share = self.ranks / self.processes;
+        process * share..(process + 1) * share
     }
 }
 
@@ -194,7 +197,7 @@ mod tests {
             (options.iterations, options.warmup_iterations, options.checks),
             (5, 2, 0)
         );
-        assert_eq!((options.blocking, options.ranks_per_process()), (1, 2));
+        assert_eq!((options.blocking, options.ranks_of(3)), (1, 6..8));
         let long = "--minbytes 8 --maxbytes 8 --stepbytes 8 --stepfactor 2 --iters 1 --warmup_iters 1 --check 1";
         assert_eq!(parse(long).unwrap().measurements().unwrap().len(), 1);
         assert_eq!(parse("").unwrap().measurements().unwrap()[0].bytes(), 32 << 20);

@@ -72,32 +72,34 @@ pub(crate) fn start_processes(processes: u32, id: &[u8; 128], news: &Sender<Mess
     Ok(started)
 }
 
-/// Passes a process's lines on until it ends; its end is news too, which is read only while its ranks still owe some.
+/// Passes a process's lines on until it ends; its end is news too.
 fn forward(index: u32, lines: impl BufRead, news: &Sender<Message>) {
-    let end = |why: &str| Message::Failed {
+    let failed = |why: String| Message::Failed {
         text: format!("process {index} {why}"),
     };
     for line in lines.lines() {
         let message = match line {
-            Ok(line) => serde_json::from_str(&line).unwrap_or_else(|_| end(&format!("wrote no message: {line:?}"))),
-            Err(error) => end(&format!("cannot be read: {error}")),
+            Ok(line) => serde_json::from_str(&line).unwrap_or_else(|_| failed(format!("wrote no message: {line:?}"))),
+            Err(error) => failed(format!("cannot be read: {error}")),
         };
         if news.send(message).is_err() {
             return;
         }
     }
     // A failed send: the run is over, and nobody waits for this process any more.
-    let _ = news.send(end("ended before its ranks were done"));
+    let _ = news.send(Message::Ended { process: index });
 }
 
 /// The part of a process that `start_processes` started: reads the id, and from then on watches for the end of input.
-pub(crate) fn receive_id() -> Result<[u8; 128]> {
+pub(crate) fn receive_id(index: u32, processes: u32) -> Result<[u8; 128]> {
     let mut line = String::new();
     std::io::stdin()
         .lock()
         .read_line(&mut line)
         .map_err(|error| Error::system(format!("standard input: {error}")))?;
-    let id = from_hex(line.trim()).ok_or_else(|| Error::usage("--worker is for the program's own use"))?;
+    let id = from_hex(line.trim())
+        .filter(|_| index < processes)
+        .ok_or_else(|| Error::usage("--worker is for the program's own use"))?;
     std::thread::spawn(|| {
         let mut rest = String::new();
         // End of input and an error mean the same: whoever started this process is gone.
@@ -158,11 +160,7 @@ mod tests {
         drop(sender);
         let news: Vec<Message> = receiver.iter().collect();
         assert!(matches!(news[0], Message::Left { rank: 3 }));
-        for (message, word) in [(&news[1], "junk"), (&news[2], "ended")] {
-            let Message::Failed { text } = message else {
-                panic!("{message:?}")
-            };
-            assert!(text.contains("process 5") && text.contains(word), "{text}");
-        }
+        assert!(matches!(&news[1], Message::Failed { text } if text.contains("process 5") && text.contains("junk")));
+        assert!(matches!(news[2], Message::Ended { process: 5 }));
     }
 }
