@@ -126,7 +126,7 @@ theirs() {
 behaviour() {
   local program=$out/behaviour name log status problem
   ln -sfn "$library" "$out/libnccl.so.2"
-  if ! nvcc -std=c++17 -arch=native -I include ci/gpu/behaviour.cu -o "$program" "$out/libnccl.so.2" -Xlinker -rpath="$out" \
+  if ! nvcc -std=c++17 -arch=native -I include ci/gpu/behaviour.cu -o "$program" -L "$out" -l:libnccl.so.2 -Xlinker -rpath="$out" \
     >"$out/behaviour-build.log" 2>&1; then
     failures+=("behaviour: does not compile: $(tail -n 1 "$out/behaviour-build.log")")
     return
