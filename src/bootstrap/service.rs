@@ -6,6 +6,7 @@
 
 use super::driver::Driver;
 use super::handshake::Secret;
+use super::link::{above_standard, describe, with_descriptors};
 use super::member::Farewell;
 use super::rendezvous::{already_used, Outcome};
 use super::unique_id::Root;
@@ -130,8 +131,10 @@ fn start(shared: &mut Shared) -> Result<Arc<OwnedFd>> {
             shared.commands.clear();
         }
     }
-    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", super::link::describe(errno))))?;
+    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+    let wake = with_descriptors(|| eventfd(0, flags))
+        .and_then(above_standard)
+        .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", describe(errno))))?;
     let wake = Arc::new(wake);
     let driver = Driver::new(wake.clone());
     let thread = std::thread::Builder::new()

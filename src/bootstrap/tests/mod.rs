@@ -3,6 +3,7 @@
 mod hub;
 mod loopback;
 mod member;
+mod processes;
 mod rendezvous;
 mod strangers;
 mod wire;
