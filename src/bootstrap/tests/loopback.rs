@@ -133,6 +133,44 @@ fn a_missing_rank_is_named_to_those_that_came() {
 }
 
 #[test]
+fn one_rank_with_default_settings_needs_no_interface() {
+    let _alone = alone();
+    let settings = Settings::default();
+    let id = create_unique_id_with(&settings).unwrap();
+    let joined = Session::join_with(&settings, &[id], introduction(0, 1), TIMEOUT, &Cancel::default()).unwrap();
+    assert_eq!(joined.1, [introduction(0, 1)]);
+    assert_eq!(gather(&joined.0, "x").unwrap(), ["x"]);
+    joined.0.abort();
+    eventually("the service ends", || threads_of_the_service() == 0);
+}
+
+/// Not a test of speed, which a busy machine decides: it prints what `docs` may quote.
+#[test]
+#[ignore = "prints the time of a join with two exchanges"]
+fn time_of_a_join() {
+    let _alone = alone();
+    for count in [2, 8, 64] {
+        let mut times: Vec<Duration> = (0..50)
+            .map(|_| {
+                let began = Instant::now();
+                let id = new_id();
+                let sessions = ranks(count, move |rank| {
+                    let session = join(&id, introduction(rank, count), TIMEOUT).unwrap().0;
+                    gather(&session, "x").unwrap();
+                    gather(&session, "y").unwrap();
+                    session
+                });
+                let time = began.elapsed();
+                sessions.into_iter().for_each(Session::leave);
+                time
+            })
+            .collect();
+        times.sort();
+        println!("{count} ranks: median {:?}, worst {:?}", times[25], times[49]);
+    }
+}
+
+#[test]
 fn an_id_serves_once() {
     let _alone = alone();
     for count in [1, 2] {

@@ -103,7 +103,9 @@ fn poor() {
                 refused += 1;
             }
         }
-        drop(taken.pop().unwrap());
+        // Three at a time: every attempt that fails costs a join's deadline.
+        assert!(!taken.is_empty());
+        taken.truncate(taken.len().saturating_sub(3));
     }
 }
 
