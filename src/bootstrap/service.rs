@@ -181,10 +181,10 @@ fn end(shared: &mut Shared) {
 
 /// Waits for the thread if it decided to end, so that a caller who ended its last session finds no thread left.
 pub(super) fn reap() {
-    let mut shared = SHARED.lock();
     let ending =
         |running: &mut Running| running.wake.is_none() && running.pid == std::process::id() && running.thread.is_some();
-    if let Some(running) = shared.running.take_if(ending) {
+    let ended = SHARED.lock().running.take_if(ending);
+    if let Some(running) = ended {
         join(running);
     }
 }

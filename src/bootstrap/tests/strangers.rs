@@ -53,7 +53,7 @@ fn abuse(address: SocketAddr) -> Vec<TcpStream> {
     open.push(half);
     for _ in 0..10 {
         let reset = connect(address);
-        socket2::SockRef::from(&reset).set_linger(Some(Duration::ZERO)).unwrap();
+        rustix::net::sockopt::set_socket_linger(&reset, Some(Duration::ZERO)).unwrap();
     }
     open
 }
@@ -72,7 +72,9 @@ fn assert_hung_up(mut stream: TcpStream) {
 
 #[test]
 fn scanners_neither_stall_nor_spoil_a_join() {
-    let _alone = alone();
+    if !in_its_own_process("strangers::scanners_neither_stall_nor_spoil_a_join") {
+        return;
+    }
     eventually("the service ends", || threads_of_the_service() == 0);
     let before = descriptors();
     let id = new_id();
