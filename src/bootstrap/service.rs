@@ -6,6 +6,7 @@
 
 use super::driver::Driver;
 use super::handshake::Secret;
+use super::link::{above_standard, describe, with_descriptors};
 use super::member::Farewell;
 use super::rendezvous::{already_used, Outcome};
 use super::unique_id::Root;
@@ -130,8 +131,10 @@ fn start(shared: &mut Shared) -> Result<Arc<OwnedFd>> {
             shared.commands.clear();
         }
     }
-    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", super::link::describe(errno))))?;
+    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+    let wake = with_descriptors(|| eventfd(0, flags))
+        .and_then(above_standard)
+        .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", describe(errno))))?;
     let wake = Arc::new(wake);
     let driver = Driver::new(wake.clone());
     let thread = std::thread::Builder::new()
@@ -178,10 +181,10 @@ fn end(shared: &mut Shared) {
 
 /// Waits for the thread if it decided to end, so that a caller who ended its last session finds no thread left.
 pub(super) fn reap() {
-    let mut shared = SHARED.lock();
     let ending =
         |running: &mut Running| running.wake.is_none() && running.pid == std::process::id() && running.thread.is_some();
-    if let Some(running) = shared.running.take_if(ending) {
+    let ended = SHARED.lock().running.take_if(ending);
+    if let Some(running) = ended {
         join(running);
     }
 }

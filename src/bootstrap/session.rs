@@ -179,7 +179,8 @@ impl Session {
     }
 
     /// Calls `report` from a library thread, at most once a rank, when another rank is lost or aborts. What happened
-    /// before is reported at once. `report` must return soon and must not end this session.
+    /// before is reported at once. `report` must return soon; it must neither end this session
+    /// nor own it.
     pub fn watch(&self, report: Box<dyn Fn(PeerEvent) + Send>) {
         let report: Report = report;
         if let Some(seat) = self.seat {

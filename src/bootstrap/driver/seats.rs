@@ -207,11 +207,12 @@ impl Driver {
                 None => seat.unreported.push(event),
             },
             Action::Done => {
-                let star = seat.star;
+                let (star, root) = (seat.star, seat.root);
                 let seat = self.seats.remove(&id);
                 self.released.extend(seat.into_iter().flat_map(|seat| seat.leaving));
                 if let Some(star) = star {
                     self.drop_unfinished_star(star);
+                    self.drop_untouched_root(&root);
                 }
             }
         }
