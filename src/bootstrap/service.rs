@@ -4,6 +4,7 @@
 //! it ends is decided under the lock that a command is posted under, so that no command is lost. After a fork the
 //! child has no such thread; its first command starts one of its own.
 
+use super::answer::Reply;
 use super::driver::Driver;
 use super::handshake::Secret;
 use super::link::{above_standard, describe, with_descriptors};
@@ -19,7 +20,6 @@ use rustix::fd::OwnedFd;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -37,18 +37,18 @@ pub(super) enum Command {
         uid: u64,
         secret: Secret,
         bind: SocketAddr,
-        reply: Sender<Result<SocketAddr>>,
+        reply: Reply<Result<SocketAddr>>,
     },
     Join {
         seat: SeatId,
         join: Join,
-        reply: Sender<Result<Vec<Introduction>>>,
+        reply: Reply<Result<Vec<Introduction>>>,
     },
     Contribute {
         seat: SeatId,
         payload: Result<Vec<u8>>,
         timeout: Duration,
-        reply: Sender<Gathered>,
+        reply: Reply<Gathered>,
     },
     Watch {
         seat: SeatId,
@@ -58,7 +58,7 @@ pub(super) enum Command {
     End {
         seat: SeatId,
         farewell: Farewell,
-        done: Sender<()>,
+        done: Reply<()>,
     },
 }
 
