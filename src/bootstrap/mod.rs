@@ -1,17 +1,48 @@
-//! How the ranks of a communicator find and trust each other (under construction).
+//! How the ranks of a communicator find and trust each other.
+//!
+//! ```text
+//! ncclGetUniqueId      the process opens a rendezvous: the root          unique_id, settings, interfaces
+//! ncclCommInitRank     every rank connects to the root, introduces       handshake, wire, member
+//!                      itself, and gets the roster of all                rendezvous
+//! then                 every rank connects to the star at rank 0's       hub, member
+//!                      process: rounds of all_gather, and liveness
+//! ```
+//!
+//! One thread a process ("ossicle-boot") owns every socket: the listener, the roots and stars that live here, and the
+//! connections of the ranks that live here. It starts at the first need and ends, with every descriptor closed, when
+//! nothing needs it. `rendezvous` (root), `hub` (star) and `member` (one rank) are state machines without I/O: events
+//! and the time go in, effects come out. `driver` moves bytes between them and `link`; `service` is how other threads
+//! reach it; `session` is the blocking face for the communicator.
+//!
+//! Ordering rules: a connection carries nothing but the handshake until both ends proved the secret. The roster goes
+//! out once, after every check. A rank returns from `join` only when all ranks are attached to the star, so whoever
+//! dies later is noticed. Rounds of the star run in lock-step: a rank sends its next contribution after the previous
+//! round ended for it.
 
-use crate::error::{Error, Result};
+mod driver;
+mod handshake;
+mod hub;
+mod interfaces;
+mod link;
+mod member;
+mod rendezvous;
+mod service;
+mod session;
+mod settings;
+#[cfg(test)]
+mod tests;
+mod unique_id;
+mod wire;
+
+pub use session::{create_unique_id, Session};
+pub use unique_id::UniqueId;
+
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The 128 bytes of `ncclUniqueId`.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct UniqueId(pub [u8; 128]);
-
-/// Makes an id whose rendezvous this process serves (`ncclGetUniqueId`).
-pub fn create_unique_id() -> Result<UniqueId> {
-    Err(Error::internal("under construction"))
-}
+/// How much longer a rank waits than the root or the star does, so that their sentence, which names the missing
+/// ranks, arrives before the rank's own.
+const GRACE: Duration = Duration::from_secs(2);
 
 /// What a rank says of itself when it joins; the root compares them and hands all of them to everyone.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,35 +72,38 @@ pub enum PeerEvent {
 #[derive(Clone, Default)]
 pub struct Cancel(pub Arc<std::sync::atomic::AtomicBool>);
 
-/// One rank's membership in a communicator.
-pub struct Session {
-    _private: (),
+impl Cancel {
+    fn is_set(&self) -> bool {
+        self.0.load(std::sync::atomic::Ordering::Acquire)
+    }
 }
 
-impl Session {
-    /// Joins and returns the introductions of all ranks, in rank order. Every rank gets an error if any rank is
-    /// missing after `timeout` (naming the missing ones) or if the ranks contradict each other.
-    pub fn join(
-        _ids: &[UniqueId],
-        _introduction: Introduction,
-        _timeout: Duration,
-        _cancel: &Cancel,
-    ) -> Result<(Session, Vec<Introduction>)> {
-        Err(Error::internal("under construction"))
+/// A connection, as the machines on the listening side name it.
+type PeerId = u64;
+
+/// What a machine on the listening side (root, star) asks of the driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Effect {
+    Send(PeerId, Arc<[u8]>),
+    /// Closes when everything before it is sent.
+    Close(PeerId),
+}
+
+/// "rank 3 (host:77)".
+fn named(rank: u32, place: &str) -> String {
+    if place.is_empty() {
+        format!("rank {rank}")
+    } else {
+        format!("rank {rank} ({place})")
     }
+}
 
-    /// Every rank contributes a payload (at most 1 MiB) and gets all of them in rank order. A rank that fails may
-    /// contribute an error instead, which every rank then returns, naming it.
-    pub fn all_gather(&self, _payload: Result<Vec<u8>>, _timeout: Duration, _cancel: &Cancel) -> Result<Vec<Vec<u8>>> {
-        Err(Error::internal("under construction"))
+/// "rank 3" or "ranks 3, 5 and 2 more": at most 16 by number.
+fn listed(ranks: &[u32]) -> String {
+    let shown: Vec<String> = ranks.iter().take(16).map(u32::to_string).collect();
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    match ranks.len() - shown.len() {
+        0 => format!("{noun} {}", shown.join(", ")),
+        more => format!("{noun} {} and {more} more", shown.join(", ")),
     }
-
-    /// Calls `report` from a library thread, at most once a rank, when another rank is lost or aborts.
-    pub fn watch(&self, _report: Box<dyn Fn(PeerEvent) + Send>) {}
-
-    /// Says farewell and closes: peers see no error.
-    pub fn leave(self) {}
-
-    /// Tells the peers that this rank aborts, and closes.
-    pub fn abort(self) {}
 }

@@ -16,7 +16,7 @@ use crate::abi::config::Config;
 use crate::bootstrap::{self, Introduction, Session, UniqueId};
 use crate::device::{self, Device};
 use crate::error::{Error, Result};
-use crate::launch::Engine;
+use crate::launch::{self, Engine};
 use crate::observe::log::{self, Level};
 use crate::{environment, group, info};
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -33,12 +33,16 @@ const DEFAULT_TIMEOUT_MS: u64 = 30_000;
 /// How long a rank that failed waits for the others to take its error, which they do at once unless they failed too.
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(5);
 
+type Ctas = (Option<u32>, Option<u32>);
+
 /// A communicator that was asked for, its values checked.
 pub(crate) struct Init {
     /// Where the caller wants the handle; NULL was written there already.
     slot: *mut RawComm,
     communicator: Arc<Communicator>,
     ids: Vec<UniqueId>,
+    /// minCTAs and maxCTAs.
+    ctas: Ctas,
     timeout: Duration,
 }
 
@@ -78,10 +82,11 @@ pub fn init_all(slots: *mut RawComm, devices: i32, list: Option<&[i32]>) -> Resu
         let shared = environment::switch("NCCL_MULTI_RANK_GPU_ENABLE", false);
         check_devices(&named, devices, device::count()?, shared)?;
         let ids = vec![bootstrap::create_unique_id()?];
+        let config = Config::from_environment();
         let inits = named.iter().zip(0..).map(|(ordinal, rank)| {
             let slot = slots.wrapping_add(rank as usize);
             let device = device::open(Some(*ordinal))?;
-            ask(slot, devices, ids.clone(), rank, device, Config::default())
+            ask(slot, devices, ids.clone(), rank, device, config.clone())
         });
         group::init(inits.collect::<Result<_>>()?).map(drop)
     };
@@ -166,12 +171,14 @@ fn ask(
             "OSSICLE_INIT_TIMEOUT_MS is 0; it takes milliseconds from 1",
         ));
     }
+    let ctas = (config.min_ctas, config.max_ctas);
     // Both are checked to be small and not negative.
     let communicator = Communicator::new(rank as u32, ranks as u32, device, config.blocking, config.comm_name);
     Ok(Init {
         slot,
         communicator: Arc::new(communicator),
         ids,
+        ctas,
         timeout: Duration::from_millis(timeout_ms),
     })
 }
@@ -215,11 +222,12 @@ fn begin(init: Init) -> Result<Begun> {
         slot,
         communicator,
         ids,
+        ctas,
         timeout,
     } = init;
     let handle = registry()?.insert(Arc::clone(&communicator))?;
     let address = handle.addr();
-    let body = move |communicator: &Communicator| make(communicator, address, &ids, timeout);
+    let body = move |communicator: &Communicator| make(communicator, address, &ids, ctas, timeout);
     if let Err(error) = communicator.initialise(body) {
         drop(communicator);
         life::discard(handle)?;
@@ -242,9 +250,11 @@ fn await_all(begun: &[Begun]) -> Result<Progress> {
 }
 
 /// The body of the thread that makes a communicator.
-fn make(communicator: &Communicator, address: usize, ids: &[UniqueId], timeout: Duration) {
+fn make(communicator: &Communicator, address: usize, ids: &[UniqueId], ctas: Ctas, timeout: Duration) {
     say_version(communicator.rank);
-    let outcome = catch_unwind(AssertUnwindSafe(|| establish(communicator, address, ids, timeout)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        establish(communicator, address, ids, ctas, timeout)
+    }));
     let outcome = outcome.unwrap_or_else(|panic| {
         let text = panic
             .downcast_ref::<&str>()
@@ -265,26 +275,29 @@ fn make(communicator: &Communicator, address: usize, ids: &[UniqueId], timeout: 
     communicator.become_failed();
 }
 
-fn establish(communicator: &Communicator, address: usize, ids: &[UniqueId], timeout: Duration) -> Result<()> {
+fn establish(
+    communicator: &Communicator,
+    address: usize,
+    ids: &[UniqueId],
+    ctas: Ctas,
+    timeout: Duration,
+) -> Result<()> {
     let cancel = &communicator.alarm.cancel;
-    let payload = Engine::introduction(&communicator.device);
     let introduction = Introduction {
         rank: communicator.rank,
         ranks: communicator.ranks,
         version: VERSION,
         layout: layout(),
         place: format!("{}:{}", crate::topology::host::short_name(), std::process::id()),
-        payload: payload.as_ref().map_or_else(|_| Vec::new(), Vec::clone),
+        payload: launch::introduction(&communicator.device, ctas),
     };
     let (session, introductions) = Session::join(ids, introduction, timeout, cancel)?;
-    let connected = payload.and_then(|_| {
-        let payloads: Vec<Vec<u8>> = introductions
-            .into_iter()
-            .map(|introduction| introduction.payload)
-            .collect();
-        let device = Arc::clone(&communicator.device);
-        Engine::connect(device, &session, communicator.rank, &payloads, timeout, cancel)
-    });
+    let payloads: Vec<Vec<u8>> = introductions
+        .into_iter()
+        .map(|introduction| introduction.payload)
+        .collect();
+    let device = Arc::clone(&communicator.device);
+    let connected = Engine::connect(device, &session, communicator.rank, &payloads, timeout, cancel);
     let limit = if connected.is_ok() {
         timeout
     } else {
@@ -306,7 +319,7 @@ fn establish(communicator: &Communicator, address: usize, ids: &[UniqueId], time
 
 /// Fingerprint of this build's wire and memory layouts: builds of different versions do not mix.
 fn layout() -> u64 {
-    digest(concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION")).as_bytes())
+    digest(concat!(env!("CARGO_PKG_NAME"), " ", env!("CARGO_PKG_VERSION")).as_bytes()) ^ launch::layout::FINGERPRINT
 }
 
 fn digest(bytes: &[u8]) -> u64 {

@@ -8,6 +8,7 @@ pub mod host;
 
 use crate::error::Result;
 use crate::request::{DataType, ReduceOp};
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -74,6 +75,7 @@ impl Kernel {
     ];
     pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
     pub const FAMILIES: [KernelFamily; 2] = [KernelFamily::Program, KernelFamily::OneShot];
+    pub const COUNT: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
 
     /// Every kernel there is, in the order of `index`.
     pub fn all() -> impl Iterator<Item = Kernel> {
@@ -115,7 +117,7 @@ pub struct Launch<'a> {
     pub stream: *mut c_void,
 }
 
-pub trait Device: Send + Sync {
+pub trait Device: Any + Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// What `ncclCommCuDevice` answers.
     fn ordinal(&self) -> i32;
@@ -123,6 +125,14 @@ pub trait Device: Send + Sync {
     fn uuid(&self) -> [u8; 16];
     /// For messages: bus id and name of the GPU, or "host device N".
     fn describe(&self) -> String;
+    /// UUIDs of the devices whose memory this one's kernels can address, besides its own.
+    fn peers(&self) -> Vec<[u8; 16]> {
+        Vec::new()
+    }
+    /// Lets this device's kernels address the memory of a device that `peers` named.
+    fn open_peer(&self, _uuid: [u8; 16]) -> Result<()> {
+        Ok(())
+    }
     /// Streaming multiprocessors; on the host device the number of usable cores.
     fn multiprocessors(&self) -> u32;
     /// Zeroed memory for the library. Never synchronises with kernels that are running.
@@ -190,4 +200,14 @@ pub fn kind() -> Result<DeviceKind> {
             DeviceKind::Host
         }),
     }
+}
+
+/// Memory for the user on the device that a new communicator of this thread would have (`ncclMemAlloc`).
+pub fn allocate_user(bytes: usize) -> Result<*mut c_void> {
+    open(None)?.allocate_user(bytes)
+}
+
+/// Frees what `allocate_user` gave (`ncclMemFree`).
+pub fn free_user(pointer: *mut c_void) -> Result<()> {
+    open(None)?.free_user(pointer)
 }

@@ -1,78 +1,325 @@
-//! From a plan to kernels on streams (under construction).
+//! From a plan to kernels on streams.
+//!
+//! An `Engine` is one rank's machinery: its inbox and its peers', the work templates with every address resolved, the
+//! control block. It is made once, when the communicator becomes ready; an operation then costs a plan, a copy of a
+//! template and a launch: no allocation, no lock that another communicator takes, no look-up.
 
-use crate::bootstrap::{Cancel, Session};
-use crate::device::Device;
+mod clique;
+mod connect;
+pub mod layout;
+mod settings;
+#[cfg(test)]
+mod tests;
+
+pub use connect::introduction;
+
+use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory};
 use crate::error::{Error, Result};
+use crate::info;
+use crate::plan::{self, Algorithm, Call, Choice, Profile};
 use crate::request::Request;
+use crate::transport::PeerInbox;
+use clique::Clique;
+use layout::{Control, OneShotWork, ProgramWork};
+use parking_lot::Mutex;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
-use std::time::Duration;
-
-/// What every rank must know of every other before links are made; travels as Introduction::payload.
-#[derive(Clone, Debug)]
-pub struct RankInfo {
-    pub place: String,
-}
-
-/// One rank's engine: links to its peers, control block, device state; made when the communicator becomes ready.
-pub struct Engine {
-    _private: (),
-}
+use std::time::{Duration, Instant};
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Stop {
+    /// A peer was lost: only the host device leaves its kernel for this; a GPU kernel waits on until abort, so that no
+    /// stream runs past an unfinished collective.
+    PeerLost = 1,
     /// ncclCommAbort on this rank.
-    Abort = 1,
-    /// A peer was lost: only the host device leaves its kernel for this; a GPU kernel parks until abort.
-    PeerLost = 2,
+    Abort = 2,
+}
+
+/// One rank's machinery.
+pub struct Engine {
+    rank: u32,
+    places: Vec<String>,
+    device: Arc<dyn Device>,
+    profile: Profile,
+    check_pointers: bool,
+    fail_when_late: bool,
+    program: Box<ProgramWork>,
+    one_shot: Option<Box<OneShotWork>>,
+    memory: Arc<KernelMemory>,
+    clique: Arc<Clique>,
+    /// The caller's stream of the last launch.
+    last_stream: Mutex<Option<(u64, usize)>>,
+    launched: AtomicU64,
+    faults_seen: AtomicU64,
+}
+
+/// What the addresses in the templates point into.
+struct KernelMemory {
+    control: Memory,
+    _state: Memory,
+    _inboxes: Vec<Arc<PeerInbox>>,
 }
 
 /// One planned operation of one rank, ready to launch.
 pub struct Work {
-    _private: (),
+    kernel: Kernel,
+    choice: Choice,
+    arguments: Arguments,
+    stream: *mut c_void,
+    stream_key: u64,
+}
+
+/// The kernel's parameter; large, and copied once on purpose: it is what cuLaunchKernel reads.
+#[allow(clippy::large_enum_variant)]
+enum Arguments {
+    Program(ProgramWork),
+    OneShot(OneShotWork),
+}
+
+// SAFETY: the stream handle and the addresses are values for the device, not read by the CPU.
+unsafe impl Send for Work {}
+
+impl Work {
+    fn arguments(&self) -> &[u8] {
+        let (address, bytes) = match &self.arguments {
+            Arguments::Program(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<ProgramWork>()),
+            Arguments::OneShot(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<OneShotWork>()),
+        };
+        // SAFETY: the struct is plain data of that size without padding (its pads are fields), and lives with self.
+        unsafe { std::slice::from_raw_parts(address, bytes) }
+    }
 }
 
 impl Engine {
-    /// Collective over the session: allocates this rank's inbox, exchanges it, links to all peers. `payload` is what
-    /// `Engine::introduction` gave on each rank, in rank order.
-    pub fn connect(
-        _device: Arc<dyn Device>,
-        _session: &Session,
-        _rank: u32,
-        _payloads: &[Vec<u8>],
-        _timeout: Duration,
-        _cancel: &Cancel,
-    ) -> Result<Engine> {
-        Err(Error::internal("under construction"))
+    fn control(&self) -> &Control {
+        // SAFETY: `control` is a live, zero-initialised Control of pinned memory, made of atomics.
+        unsafe { &*self.memory.control.address.cast::<Control>() }
     }
 
-    /// This rank's share of Introduction::payload: host identity, process, device, settings.
-    pub fn introduction(_device: &Arc<dyn Device>) -> Result<Vec<u8>> {
-        Err(Error::internal("under construction"))
+    /// Checks pointers and stream, plans. None: nothing to do (no elements, or one rank in place).
+    pub fn prepare(&self, request: &Request) -> Result<Option<Work>> {
+        let call = Call {
+            count: request.count,
+            datatype: request.datatype,
+            op: request.op,
+        };
+        let stream_key = self.device.check_stream(request.stream)?;
+        if request.count == 0 {
+            return Ok(None);
+        }
+        let kernel = |family| Kernel {
+            family,
+            datatype: request.datatype,
+            op: request.op,
+        };
+        if kernel(KernelFamily::Program).index().is_none() {
+            return Err(Error::usage(format!(
+                "all-reduce of {} with {} is not built yet in this version of Ossicle (built: float, bfloat16, half, int32, \
+                 uint8, double with sum, max, avg); see docs/support.md",
+                request.datatype.name(),
+                request.op.name()
+            )));
+        }
+        self.check_buffer("sendbuff", request.send, &call)?;
+        self.check_buffer("recvbuff", request.recv, &call)?;
+        if self.profile.ranks == 1
+            && request.send == request.recv.cast_const()
+            && request.op != crate::request::ReduceOp::Avg
+        {
+            return Ok(None);
+        }
+        let choice = plan::choose(&self.profile, &call)?;
+        info!(
+            Coll,
+            "AllReduce: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
+            self.rank,
+            call.count,
+            call.datatype.name(),
+            call.op.name(),
+            choice.algorithm.name(),
+            choice.algorithm.protocol(),
+            choice.blocks,
+            choice.threads,
+            choice.reason
+        );
+        let (input, output, count) = (
+            request.send.cast::<u8>(),
+            request.recv.cast::<u8>(),
+            request.count as u64,
+        );
+        let (family, arguments) = match (choice.algorithm, &self.one_shot) {
+            (Algorithm::OneShot, Some(template)) => (
+                KernelFamily::OneShot,
+                Arguments::OneShot(OneShotWork {
+                    input,
+                    output,
+                    count,
+                    ..**template
+                }),
+            ),
+            _ => {
+                let channels = choice.blocks;
+                (
+                    KernelFamily::Program,
+                    Arguments::Program(ProgramWork {
+                        input,
+                        output,
+                        count,
+                        channels,
+                        ..*self.program
+                    }),
+                )
+            }
+        };
+        Ok(Some(Work {
+            kernel: kernel(family),
+            choice,
+            arguments,
+            stream: request.stream,
+            stream_key,
+        }))
     }
 
-    /// Checks pointers and stream, plans. None: nothing to do (count 0, or one rank in place).
-    pub fn prepare(&self, _request: &Request) -> Result<Option<Work>> {
-        Err(Error::internal("under construction"))
+    fn check_buffer(&self, name: &str, pointer: *const c_void, call: &Call) -> Result<()> {
+        if !(pointer as usize).is_multiple_of(call.datatype.bytes()) {
+            return Err(Error::argument(format!(
+                "{name} is {pointer:p}, which is not aligned to the {} bytes of a {}",
+                call.datatype.bytes(),
+                call.datatype.name()
+            )));
+        }
+        self.device
+            .check_pointer(name, pointer, call.bytes() as usize, self.check_pointers)
     }
 
     /// Makes every wait of this rank's kernels end. Any thread.
-    pub fn stop(&self, _reason: Stop) {}
-
-    /// The sentence of a fault that a kernel reported since the last call (a wait past the clock bound, say).
-    pub fn take_fault(&self) -> Option<Error> {
-        None
+    pub fn stop(&self, reason: Stop) {
+        if reason == Stop::Abort || self.device.kind() == DeviceKind::Host {
+            self.control().stop.fetch_max(reason as u32, Ordering::SeqCst);
+        }
     }
 
-    /// Waits until this rank's launched work is done or `give_up` answers.
-    pub fn synchronize(&self, _give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
+    fn stopped(&self) -> bool {
+        self.control().stop.load(Ordering::SeqCst) != 0
+    }
+
+    /// What a kernel reported since the last call: a wait past the clock bound. Its code is ncclInProgress when it is a
+    /// report only, ncclSystemError when OSSICLE_WAIT_FAIL made the kernel park.
+    pub fn take_fault(&self) -> Option<Error> {
+        let fault = &self.control().fault;
+        let sequence = fault.sequence.load(Ordering::Acquire);
+        if sequence == self.faults_seen.swap(sequence, Ordering::Relaxed) {
+            return None;
+        }
+        let peer = fault.peer.load(Ordering::Relaxed);
+        let place = self.places.get(peer as usize).map_or("?", String::as_str);
+        let text = format!(
+            "rank {} waits for rank {peer} ({place}) in operation {}, channel {}, step {}, since {} ms: that rank has not \
+             called the operation, or is stuck before it",
+            self.rank,
+            fault.ordinal.load(Ordering::Relaxed),
+            fault.channel.load(Ordering::Relaxed),
+            fault.step.load(Ordering::Relaxed),
+            fault.waited_ns.load(Ordering::Relaxed) / 1_000_000,
+        );
+        Some(if self.fail_when_late {
+            Error::system(text)
+        } else {
+            Error::new(crate::error::Code::InProgress, text)
+        })
+    }
+
+    /// Waits until no launched kernel of this rank touches memory any more, or until `give_up` answers.
+    pub fn synchronize(&self, give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
+        let begun = Instant::now();
+        while self.control().left.load(Ordering::Acquire) < self.launched.load(Ordering::Acquire) {
+            if let Some(error) = give_up() {
+                return Err(error);
+            }
+            match begun.elapsed() {
+                waited if waited < Duration::from_millis(1) => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(50)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Orders the launch after this rank's work in another stream, and says which stream comes last.
+    fn order(&self, work: &Work) -> Result<()> {
+        let mut last = self.last_stream.lock();
+        if let Some((key, handle)) = *last {
+            if key != work.stream_key {
+                self.device.order_streams(handle as *mut c_void, work.stream)?;
+            }
+        }
+        *last = Some((work.stream_key, work.stream as usize));
         Ok(())
     }
 }
 
-/// Launches the works of one batch, each with its rank's engine; the host device returns when all are done, and with
-/// the error of the first rank that was stopped.
-pub fn launch(_batch: &[(&Engine, Work)]) -> Result<()> {
-    Err(Error::internal("under construction"))
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Memory that kernels still use must not go back to the pool; the communicator waited before, so this is the
+        // case of a GPU kernel that does not see its stop word.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let late =
+            || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
+        self.stop(Stop::Abort);
+        if let Err(error) = self.synchronize(&late) {
+            crate::warning!("{}: its memory is kept", error.text);
+            std::mem::forget(self.memory.clone());
+        }
+    }
+}
+
+/// Launches the works of one batch, each with its rank's engine and at most one a rank. The host device returns when
+/// all are done, with an error if a rank was stopped before its operation was complete.
+pub fn launch(batch: &[(&Engine, Work)]) -> Result<()> {
+    for (engine, work) in batch {
+        engine.clique.enter(
+            engine.rank,
+            engine.device.as_ref(),
+            work.stream_key,
+            engine.launched.load(Ordering::Relaxed),
+        )?;
+        engine.order(work)?;
+    }
+    if let [(engine, work)] = batch {
+        engine.launched.fetch_add(1, Ordering::Release);
+        let launched = device::launch(&[launch_of(engine, work)]);
+        return launched.and_then(|()| engine.outcome());
+    }
+    let launches: Vec<Launch> = batch.iter().map(|(engine, work)| launch_of(engine, work)).collect();
+    for (engine, _) in batch {
+        engine.launched.fetch_add(1, Ordering::Release);
+    }
+    device::launch(&launches)?;
+    batch.iter().try_for_each(|(engine, _)| engine.outcome())
+}
+
+fn launch_of<'a>(engine: &'a Engine, work: &'a Work) -> Launch<'a> {
+    Launch {
+        device: &engine.device,
+        kernel: work.kernel,
+        blocks: work.choice.blocks,
+        threads: work.choice.threads,
+        arguments: work.arguments(),
+        stream: work.stream,
+    }
+}
+
+impl Engine {
+    /// After a launch on the host device: whether the operation was stopped.
+    fn outcome(&self) -> Result<()> {
+        if self.device.kind() == DeviceKind::Host && self.stopped() {
+            return Err(Error::remote(format!(
+                "rank {}: the operation was stopped before it was complete, by ncclCommAbort or by the loss of a rank",
+                self.rank
+            )));
+        }
+        Ok(())
+    }
 }

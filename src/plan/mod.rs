@@ -1,1 +1,91 @@
-//! (under construction)
+//! How an operation is done: pure functions from the call, the profile and the rank to a plan.
+//!
+//! No I/O, no clock, no device: every rank computes the same plan from the same inputs, and every run the same bits.
+//! The inputs are the call and one `Profile`, which rank 0 distributes at init; never local timing, pointer alignment
+//! or registration state.
+
+mod choose;
+mod program;
+pub mod progress;
+mod ring;
+
+pub use choose::choose;
+pub use program::{Program, Step, StepFlags};
+pub use ring::all_reduce as ring_all_reduce;
+
+use crate::request::{DataType, ReduceOp};
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Algorithm {
+    /// Everyone sends everything to everyone as lines, and reduces in rank order.
+    OneShot,
+    /// Reduce-scatter and all-gather around a ring, through slots.
+    Ring,
+}
+
+impl Algorithm {
+    pub const ALL: [Algorithm; 2] = [Algorithm::OneShot, Algorithm::Ring];
+
+    /// The name in `NCCL_ALGO`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::OneShot => "OneShot",
+            Algorithm::Ring => "Ring",
+        }
+    }
+
+    /// The name in `NCCL_PROTO` of the protocol that the algorithm runs on.
+    pub fn protocol(self) -> &'static str {
+        match self {
+            Algorithm::OneShot => "LL",
+            Algorithm::Ring => "Simple",
+        }
+    }
+}
+
+/// What the planner knows besides the call; the same on all ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Profile {
+    pub ranks: u32,
+    /// Algorithms that `NCCL_ALGO` and `NCCL_PROTO` allow.
+    pub allowed: Vec<Algorithm>,
+    /// Channels of a ring at most (each one block).
+    pub channels: u32,
+    /// A channel is worth having from this many bytes.
+    pub channel_bytes: u64,
+    pub slot_bytes: u64,
+    pub slots: u32,
+    /// Lines of one region of the one-shot area; a line carries 8 bytes.
+    pub lines: u32,
+    /// Largest message that one-shot wins.
+    pub one_shot_bytes: u64,
+    /// Blocks and threads of the one-shot kernel at most.
+    pub one_shot_blocks: u32,
+    pub threads: u32,
+}
+
+/// What the planner knows of the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    pub count: usize,
+    pub datatype: DataType,
+    pub op: ReduceOp,
+}
+
+impl Call {
+    pub fn bytes(&self) -> u64 {
+        self.count as u64 * self.datatype.bytes() as u64
+    }
+}
+
+/// The planner's answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    pub algorithm: Algorithm,
+    /// Blocks of the kernel; for a ring its channels.
+    pub blocks: u32,
+    pub threads: u32,
+    /// Why, for `NCCL_DEBUG=INFO`.
+    pub reason: &'static str,
+}

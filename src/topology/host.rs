@@ -3,10 +3,11 @@
 //! Two ranks are on one host when their identities are equal. An identity is `NCCL_HOSTID` where it is set (fakes
 //! several hosts on one machine, or joins containers), else the host name with the kernel's boot id.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// What makes a host one host: equal bytes, same host.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct HostIdentity {
     /// 256-bit digest of the identity text.
     pub digest: [u8; 32],

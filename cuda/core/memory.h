@@ -1,0 +1,108 @@
+// Memory order, as named primitives; algorithms never write a bare fence.
+//
+// What moves: payload goes through slots and lines that other blocks, devices or processes write. Who may read it is
+// said by flags. The rules:
+//   - publish(flag, v): everything that this thread wrote, or that its block wrote before the last barrier, is visible
+//     to whoever consumes v. consume(flag): what was published before v may be read from here on, by this thread and,
+//     after a barrier, by its block. Both are `.sys`: between processes and devices nothing narrower is allowed.
+//   - A line carries flag and data in one 8-byte store, so it needs neither: load_line and store_line are relaxed.
+//   - Slot memory is never read through ld.nc, __ldg or const __restrict__: it changes while the kernel runs.
+//   - Between blocks of one kernel launch on one device `.gpu` is enough (arrive).
+#pragma once
+#include "../layout.h"
+#include "block.h"
+
+namespace ossicle {
+
+OSSICLE_DEVICE void publish(uint64_t* flag, uint64_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+#else
+  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+#endif
+}
+
+OSSICLE_DEVICE uint64_t consume(const uint64_t* flag) {
+#if defined(__CUDACC__)
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+#endif
+}
+
+// A word that the host changes while kernels run.
+OSSICLE_DEVICE uint32_t load_word(const uint32_t* word) {
+#if defined(__CUDACC__)
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+#else
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+#endif
+}
+
+OSSICLE_DEVICE Line load_line(const Line* line) {
+  Line value;
+#if defined(__CUDACC__)
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.half[0]), "=l"(value.half[1]) : "l"(line) : "memory");
+#else
+  value.half[0] = __atomic_load_n(&line->half[0], __ATOMIC_RELAXED);
+  value.half[1] = __atomic_load_n(&line->half[1], __ATOMIC_RELAXED);
+#endif
+  return value;
+}
+
+OSSICLE_DEVICE void store_line(Line* line, const Line& value) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(line), "l"(value.half[0]), "l"(value.half[1]) : "memory");
+#else
+  __atomic_store_n(&line->half[0], value.half[0], __ATOMIC_RELAXED);
+  __atomic_store_n(&line->half[1], value.half[1], __ATOMIC_RELAXED);
+#endif
+}
+
+// What this thread wrote so far is visible before any line that it stores from here on.
+OSSICLE_DEVICE void order_before_lines() {
+#if defined(__CUDACC__)
+  __threadfence_system();
+#else
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+#endif
+}
+
+// Counts a block of this launch; returns how many came before.
+OSSICLE_DEVICE uint32_t arrive(uint32_t* counter) {
+#if defined(__CUDACC__)
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+#else
+  return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Puts `value` in place of the old one and returns that.
+OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
+#if defined(__CUDACC__)
+  return atomicExch(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
+#else
+  return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
+// The end of a block's part in a launch, on every path. The last block advances the operation's number, and the line
+// epoch if the launch used lines, and tells the host that nothing of this launch touches memory any more. Every block
+// has read both counters before it arrives.
+OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines) {
+  barrier(block);
+  if (block.thread == 0 && arrive(&state->arrivals) + 1 == block.blocks) {
+    state->arrivals = 0;
+    state->ordinal += 1;
+    if (used_lines) state->ll_epoch += 1;
+    publish(&control->left, state->ordinal);
+  }
+}
+
+}  // namespace ossicle

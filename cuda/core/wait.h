@@ -1,0 +1,120 @@
+// The one wait primitive.
+//
+// A wait ends with the value or with the stop word. Whoever waits constructs a Wait that says for whom (operation,
+// peer, channel, step) and asks `again()` after every poll that failed; false means: stop, give up the operation.
+//
+//   Wait wait(control, state, peer, channel, step);
+//   while (consume(flag) < wanted) if (!wait.again()) return false;
+//
+// The stop word lies in host memory, where a load costs the GPU about 1.1 us: it is read every POLLS_A_CHECK polls,
+// and so is the clock. A wait that passes the clock bound writes one fault record an operation, so that a hang has a
+// name, and goes on (or parks until it is stopped, if the host asked for that); it never lets a stream run past an
+// unfinished collective.
+#pragma once
+#include "memory.h"
+#if !defined(__CUDACC__)
+#include <sched.h>
+#include <time.h>
+#endif
+
+namespace ossicle {
+
+OSSICLE_DEVICE uint64_t clock_ns() {
+#if defined(__CUDACC__)
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+#else
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+#endif
+}
+
+struct Wait {
+  Control* control;
+  State* state;
+  uint32_t peer, channel, step;
+  uint32_t polls;
+  uint64_t since_ns;
+  bool reported, late;
+
+#if defined(__CUDACC__)
+  static constexpr uint32_t POLLS_A_CHECK = 1024;
+#else
+  // On the host the stop word is an ordinary cached load.
+  static constexpr uint32_t POLLS_A_CHECK = 64;
+#endif
+
+  OSSICLE_DEVICE static Wait for_peer(Control* control, State* state, uint32_t peer, uint32_t channel, uint32_t step) {
+    return Wait{control, state, peer, channel, step, 0, 0, false, false};
+  }
+
+  OSSICLE_DEVICE bool again() {
+    if (++polls % POLLS_A_CHECK == 0 && !check()) return false;
+    pace();
+    return true;
+  }
+
+  // Out of line on purpose: it runs once in POLLS_A_CHECK polls.
+#if defined(__CUDACC__)
+  __device__ __noinline__
+#endif
+      bool check() {
+    if (load_word(&control->stop) != STOP_NONE) return false;
+    const uint64_t now = clock_ns();
+    if (since_ns == 0) since_ns = now;
+    late = now - since_ns > YIELD_NS;
+    const uint64_t bound = control->report_after_ns;
+    if (bound == 0 || reported || now - since_ns < bound) return true;
+    reported = true;
+    report(now - since_ns);
+    if (!control->park_after_report) return true;
+    while (load_word(&control->stop) == STOP_NONE) rest();
+    return false;
+  }
+
+  OSSICLE_DEVICE void report(uint64_t waited_ns) {
+    const uint64_t ordinal = state->ordinal;
+    if (exchange(&state->fault_claim, ordinal + 1) == ordinal + 1) return;
+    FaultRecord& fault = control->fault;
+    fault.ordinal = ordinal;
+    fault.waited_ns = waited_ns;
+    fault.cause = FAULT_LATE;
+    fault.peer = peer;
+    fault.channel = channel;
+    fault.step = step;
+    fault.vendor = 0;
+    publish(&fault.sequence, ordinal + 1);
+  }
+
+  // A host wait pauses at most 64 times before it first yields (more spoils every other rank as soon as threads
+  // outnumber cores), yields for some milliseconds, then sleeps, so that a rank that waits for a late peer costs
+  // little.
+  OSSICLE_DEVICE void pace() {
+#if !defined(__CUDACC__)
+    if (polls > POLLS_BEFORE_YIELD) {
+      late ? rest() : static_cast<void>(sched_yield());
+      return;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+#endif
+  }
+
+  OSSICLE_DEVICE void rest() {
+#if defined(__CUDACC__)
+    __nanosleep(2000);
+#else
+    const timespec nap{0, NAP_NS};
+    nanosleep(&nap, nullptr);
+#endif
+  }
+
+  static constexpr uint32_t POLLS_BEFORE_YIELD = 64;
+  static constexpr uint64_t YIELD_NS = 5000000;
+  static constexpr long NAP_NS = 100000;
+};
+
+}  // namespace ossicle

@@ -1,0 +1,33 @@
+// Every kernel of the library: a family for each element type and operation. nvcc makes the fatbin of this file, the
+// host C++ compiler the host device's kernels; src/device/mod.rs (Kernel) names the same set.
+#include "collective/one_shot.h"
+#include "collective/program.h"
+
+#define OSSICLE_PROGRAM(type, name, Op, op) \
+  OSSICLE_KERNEL(program_##name##_##op, ossicle::ProgramWork, (ossicle::program<type, ossicle::Op>))
+#define OSSICLE_ONE_SHOT(type, name, Op, op) \
+  OSSICLE_KERNEL(one_shot_##name##_##op, ossicle::OneShotWork, (ossicle::one_shot<type, ossicle::Op>))
+
+#define OSSICLE_OPS(EACH, type, name) \
+  EACH(type, name, Sum, sum)          \
+  EACH(type, name, Max, max)          \
+  EACH(type, name, Avg, avg)
+#define OSSICLE_TYPES(EACH)                           \
+  OSSICLE_OPS(EACH, float, float)                     \
+  OSSICLE_OPS(EACH, ossicle::Bfloat16, bfloat16)      \
+  OSSICLE_OPS(EACH, ossicle::Float16, half)           \
+  OSSICLE_OPS(EACH, int32_t, int32)                   \
+  OSSICLE_OPS(EACH, uint8_t, uint8)                   \
+  OSSICLE_OPS(EACH, double, double)
+
+OSSICLE_TYPES(OSSICLE_PROGRAM)
+OSSICLE_TYPES(OSSICLE_ONE_SHOT)
+
+#if !defined(__CUDACC__)
+// The host device finds kernels by position, in the order of Kernel::all.
+#define OSSICLE_PROGRAM_ENTRY(type, name, Op, op) reinterpret_cast<HostKernel>(ossicle_program_##name##_##op),
+#define OSSICLE_ONE_SHOT_ENTRY(type, name, Op, op) reinterpret_cast<HostKernel>(ossicle_one_shot_##name##_##op),
+using HostKernel = void (*)(const void*, uint32_t, uint32_t);
+extern "C" const HostKernel ossicle_host_kernels[];
+const HostKernel ossicle_host_kernels[] = {OSSICLE_TYPES(OSSICLE_PROGRAM_ENTRY) OSSICLE_TYPES(OSSICLE_ONE_SHOT_ENTRY)};
+#endif

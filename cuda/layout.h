@@ -1,0 +1,129 @@
+// Structs that the library writes and kernels read, shared with src/launch/layout.rs, which asserts the same sizes and
+// offsets. All of them are plain data in native byte order.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ossicle {
+
+constexpr uint32_t MAX_RANKS = 16;
+constexpr uint32_t MAX_CHANNELS = 16;
+constexpr uint32_t MAX_LINKS = 16;
+constexpr uint32_t MAX_STEPS = 32;
+
+// Why a kernel must stop waiting. Written by the host, read by every wait.
+enum Stop : uint32_t { STOP_NONE = 0, STOP_PEER_LOST = 1, STOP_ABORT = 2 };
+
+enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1 };
+
+// What a wait that passed its clock bound reports. `sequence` is published last: ordinal + 1 of the reporting operation.
+struct FaultRecord {
+  uint64_t sequence;
+  uint64_t ordinal;
+  uint64_t waited_ns;
+  uint32_t cause;
+  uint32_t peer;
+  uint32_t channel;
+  uint32_t step;
+  uint32_t vendor;
+  uint32_t pad;
+};
+
+// One rank's word to its kernels and their word back; pinned host memory.
+struct alignas(128) Control {
+  uint32_t stop;
+  // A wait that parks for good after its report (OSSICLE_WAIT_FAIL=1) instead of going on.
+  uint32_t park_after_report;
+  // Clock bound of a wait in nanoseconds; 0 is none.
+  uint64_t report_after_ns;
+  // Launches whose last block has left, whether it finished or was stopped; written by kernels.
+  uint64_t left;
+  FaultRecord fault;
+};
+
+// What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
+// counter that identifies an operation or a slot is advanced here, by the kernel.
+struct State {
+  uint64_t ordinal;      // launches left; the operation's number in its communicator
+  uint64_t ll_epoch;     // operations that used LL lines, from 0
+  uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
+  uint32_t arrivals;     // blocks of the running kernel that finished
+  uint32_t pad;
+  uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
+  uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
+};
+
+// One direction of a link to one peer, channel 0; a channel's slots and flags lie `slot_bytes * slots` and FLAG_STRIDE
+// further on.
+struct Link {
+  uint8_t* slots;
+  uint64_t* tail;  // slots filled; written by the sender, lies with the slots at the receiver
+  uint64_t* head;  // slots drained; written by the receiver, lies at the sender
+  uint32_t peer;
+  uint32_t pad;
+};
+
+// Flags of different channels stand in different 128-byte lines.
+constexpr uint32_t FLAG_STRIDE = 16;  // in uint64_t
+
+enum StepFlags : uint8_t {
+  STEP_RECV = 1,    // take a chunk from the receive link's next slot
+  STEP_LOAD = 2,    // take the chunk from the input; with RECV: reduce both
+  STEP_SEND = 4,    // put the result into the send link's next slot
+  STEP_STORE = 8,   // put the result into the output
+  STEP_FINISH = 16  // the reduction is complete here: apply its final operation
+};
+
+struct Step {
+  uint8_t flags;
+  uint8_t send;  // index into ProgramWork::send
+  uint8_t recv;  // index into ProgramWork::recv
+  uint8_t chunk;
+};
+
+// A plan's program for one rank: every channel walks `steps` once for each iteration over its part of the data.
+struct ProgramWork {
+  const void* input;
+  void* output;
+  uint64_t count;  // elements
+  State* state;
+  Control* control;
+  uint64_t slot_bytes;
+  uint32_t slots;
+  uint32_t channels;
+  uint32_t ranks;
+  uint32_t chunks;  // chunks of one iteration
+  uint32_t steps;
+  uint32_t pad;
+  Link send[MAX_LINKS];
+  Link recv[MAX_LINKS];
+  Step step[MAX_STEPS];
+};
+
+// Eight payload bytes and two flags; each half is one 8-byte store, so a reader that sees a flag sees its data.
+struct alignas(16) Line {
+  uint64_t half[2];
+};
+
+// Every rank writes its data as lines into its region of every peer's area and reduces what arrives in rank order.
+// An area is [parity][source rank][lines].
+struct OneShotWork {
+  const void* input;
+  void* output;
+  uint64_t count;  // elements
+  State* state;
+  Control* control;
+  uint32_t rank;
+  uint32_t ranks;
+  uint32_t lines;  // lines of one region
+  uint32_t pad;
+  Line* area[MAX_RANKS];
+};
+
+static_assert(sizeof(FaultRecord) == 48 && sizeof(Control) == 128 && offsetof(Control, fault) == 24, "Control");
+static_assert(sizeof(State) == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8, "State");
+static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
+static_assert(sizeof(ProgramWork) == 72 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
+static_assert(sizeof(OneShotWork) == 56 + MAX_RANKS * 8, "OneShotWork");
+
+}  // namespace ossicle

@@ -1,0 +1,56 @@
+// Slots: a link's ring of fixed-size buffers at the receiver, with two counters.
+//
+//   sender                                    receiver
+//   wait head + slots > position              wait tail > position
+//   write slot[position % slots]              read slot[position % slots]
+//   publish tail = position + 1     ------>
+//                                   <------   publish head = position + 1
+//
+// Each side polls a counter that lies in its own memory. Positions count up for ever (64 bits), across launches.
+#pragma once
+#include "../core/wait.h"
+
+namespace ossicle {
+
+// One channel's view of one direction of a link. Held by every thread; only thread 0 waits and publishes.
+struct SlotRing {
+  uint8_t* slots;
+  uint64_t* tail;
+  uint64_t* head;
+  uint64_t position;
+  uint64_t slot_bytes;
+  uint32_t count;
+  uint32_t peer;
+
+  OSSICLE_DEVICE static SlotRing open(const Link& link, const ProgramWork& work, uint32_t channel, uint64_t position) {
+    return SlotRing{link.slots + channel * work.slot_bytes * work.slots,
+                    link.tail + channel * FLAG_STRIDE,
+                    link.head + channel * FLAG_STRIDE,
+                    position,
+                    work.slot_bytes,
+                    work.slots,
+                    link.peer};
+  }
+
+  OSSICLE_DEVICE uint8_t* slot() const { return slots + position % count * slot_bytes; }
+
+  // Sender: waits until the next slot is free. One thread.
+  OSSICLE_DEVICE bool wait_free(const ProgramWork& work, uint32_t channel, uint32_t step) const {
+    Wait wait = Wait::for_peer(work.control, work.state, peer, channel, step);
+    while (consume(head) + count <= position) {
+      if (!wait.again()) return false;
+    }
+    return true;
+  }
+
+  // Receiver: waits until the next slot is filled. One thread.
+  OSSICLE_DEVICE bool wait_filled(const ProgramWork& work, uint32_t channel, uint32_t step) const {
+    Wait wait = Wait::for_peer(work.control, work.state, peer, channel, step);
+    while (consume(tail) <= position) {
+      if (!wait.again()) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace ossicle

@@ -1,0 +1,472 @@
+//! The CUDA device: one GPU's primary context, which the library shares with the CUDA runtime.
+//!
+//! The context is retained at first use and never released, the device code is loaded once, and both serve every
+//! communicator on that GPU. Every entry makes the context current and puts back what the caller had.
+//!
+//! What must never happen is a driver call that waits for running kernels, since a kernel of one rank spins until
+//! another rank's thread has launched. So kernels are loaded before the first runs (`module`), memory is kept
+//! (`pool`), zeroing has a stream of its own that no kernel runs in, and no legacy default stream is touched that is
+//! not the caller's.
+
+mod context;
+mod module;
+mod pointers;
+mod pool;
+mod streams;
+#[cfg(test)]
+mod tests;
+mod user_memory;
+
+use super::{Device, DeviceKind, Launch, Memory, Placement};
+use crate::error::{Error, Result};
+use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failure, Unusable};
+use crate::{info, warning};
+use context::{Handle, RelaxedCapture, Scope};
+use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
+use module::{Image, Kernels};
+use once_cell::sync::{Lazy, OnceCell};
+use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
+use std::sync::Arc;
+
+/// GPUs that one process can use.
+const MOST_DEVICES: usize = 64;
+
+/// CUDA's limit on a kernel's parameters.
+const MOST_ARGUMENT_BYTES: usize = 4096;
+
+/// The devices that were opened, by ordinal; read without a lock at every launch.
+static OPENED: [OnceCell<Arc<CudaDevice>>; MOST_DEVICES] = [const { OnceCell::new() }; MOST_DEVICES];
+
+const HOST_ONLY: &str = "this libnccl was built with feature host-only: rebuild without it, or set OSSICLE_DEVICE=host";
+
+/// Whether communicators go to a GPU when `OSSICLE_DEVICE` does not say: a driver and at least one GPU are there, and
+/// the library has code for them. A driver that is there but too old counts, so that `open` can refuse it by version:
+/// its process may hold GPU memory, which the host device must not be given.
+pub fn available() -> bool {
+    static AVAILABLE: Lazy<bool> = Lazy::new(|| {
+        let found = match driver() {
+            Ok(driver) => match device_count(driver) {
+                Ok(0) => Err("the CUDA driver sees no GPU".to_owned()),
+                Ok(_) => Ok(()),
+                Err(failure) => Err(failure.to_string()),
+            },
+            Err(Unusable::Absent(text)) => Err(text.clone()),
+            Err(Unusable::Refused(_)) => Ok(()),
+        };
+        match found {
+            Err(text) => info!(Init, "no GPU to use ({text}): the host device is used"),
+            Ok(()) if module::embedded().is_none() => {
+                info!(Init, "a GPU is there, but the host device is used: {HOST_ONLY}")
+            }
+            Ok(()) => return true,
+        }
+        false
+    });
+    *AVAILABLE
+}
+
+pub fn count() -> Result<i32> {
+    Ok(device_count(usable_driver()?)?)
+}
+
+pub fn open(ordinal: Option<i32>) -> Result<Arc<dyn Device>> {
+    let image = module::embedded().ok_or_else(|| Error::usage(HOST_ONLY))?;
+    let driver = usable_driver()?;
+    let ordinal = match ordinal {
+        Some(ordinal) => ordinal,
+        None => context::current_ordinal(driver)?,
+    };
+    let count = device_count(driver)?;
+    if !(0..count).contains(&ordinal) {
+        return Err(Error::argument(format!(
+            "device is {ordinal}; this process sees {count} GPUs, counted from 0"
+        )));
+    }
+    let slot = OPENED.get(ordinal as usize).ok_or_else(|| {
+        Error::argument(format!(
+            "device is {ordinal}; one process can use the GPUs 0 to {}",
+            MOST_DEVICES - 1
+        ))
+    })?;
+    let device = slot.get_or_try_init(|| CudaDevice::open(driver, ordinal, image).map(Arc::new))?;
+    Ok(device.clone())
+}
+
+pub fn launch(launch: &Launch) -> Result<()> {
+    let ordinal = launch.device.ordinal();
+    let device = usize::try_from(ordinal)
+        .ok()
+        .and_then(|ordinal| OPENED.get(ordinal)?.get());
+    device
+        .ok_or_else(|| Error::internal(format!("a launch on GPU {ordinal}, which was not opened")))?
+        .launch(launch)
+}
+
+fn usable_driver() -> Result<&'static Driver> {
+    driver().map_err(|unusable| match unusable {
+        Unusable::Absent(text) => Error::system(format!(
+            "there is no GPU to use: {text}; unset OSSICLE_DEVICE, or set OSSICLE_DEVICE=host"
+        )),
+        Unusable::Refused(error) => error.clone(),
+    })
+}
+
+fn device_count(driver: &Driver) -> CallResult<i32> {
+    let mut count = 0;
+    // SAFETY: writes one int.
+    unsafe { driver.call.cuDeviceGetCount(&mut count) }?;
+    Ok(count)
+}
+
+fn device_handle(driver: &Driver, ordinal: i32) -> CallResult<CUdevice> {
+    let mut device = 0;
+    // SAFETY: writes one int.
+    unsafe { driver.call.cuDeviceGet(&mut device, ordinal) }?;
+    Ok(device)
+}
+
+fn attribute(driver: &Driver, ordinal: i32, attribute: CUdevice_attribute) -> CallResult<c_int> {
+    let device = device_handle(driver, ordinal)?;
+    let mut value = 0;
+    // SAFETY: writes one int.
+    unsafe { driver.call.cuDeviceGetAttribute(&mut value, attribute as c_int, device) }?;
+    Ok(value)
+}
+
+/// A text that the driver writes into a buffer of a given size.
+fn text(write: impl FnOnce(*mut c_char, c_int) -> CallResult<()>) -> CallResult<String> {
+    let mut buffer = [0u8; 256];
+    write(buffer.as_mut_ptr().cast(), buffer.len() as c_int)?;
+    Ok(CStr::from_bytes_until_nul(&buffer)
+        .map(|text| text.to_string_lossy().into_owned())
+        .unwrap_or_default())
+}
+
+/// One GPU, for all communicators of the process.
+struct CudaDevice {
+    driver: &'static Driver,
+    ordinal: i32,
+    /// "GPU 0 (NVIDIA H200, 0000:1b:00.0)", for messages.
+    gpu: String,
+    uuid: [u8; 16],
+    multiprocessors: u32,
+    /// The primary context.
+    context: Handle<CUctx_st>,
+    kernels: Kernels,
+    /// Zeroes memory: non-blocking, and no kernel of the library runs in it.
+    zeroing: Handle<CUstream_st>,
+    device_pool: pool::Pool,
+    pinned_pool: pool::Pool,
+    known_ranges: pointers::KnownRanges,
+    events: streams::Events,
+    user_memory: user_memory::UserMemory,
+}
+
+impl CudaDevice {
+    fn open(driver: &'static Driver, ordinal: i32, image: Image) -> Result<CudaDevice> {
+        let device = device_handle(driver, ordinal)?;
+        let call = &driver.call;
+        // SAFETY: a device that exists; each writes at most the given number of bytes.
+        let name = text(|buffer, bytes| unsafe { call.cuDeviceGetName(buffer, bytes, device) })?;
+        // SAFETY: as above.
+        let bus_id = text(|buffer, bytes| unsafe { call.cuDeviceGetPCIBusId(buffer, bytes, device) })?;
+        let gpu = format!("GPU {ordinal} ({name}, {bus_id})");
+        let mut uuid = [0; 16];
+        // SAFETY: writes 16 bytes.
+        unsafe { call.cuDeviceGetUuid(&mut uuid, device) }?;
+        if attribute(
+            driver,
+            ordinal,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING,
+        )? == 0
+        {
+            return Err(Error::cuda(format!(
+                "{gpu} has no unified addressing, which pinned memory is shared through"
+            )));
+        }
+        let multiprocessors = attribute(
+            driver,
+            ordinal,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        )?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes one handle. Never released: the runtime and the user share it.
+        unsafe { call.cuDevicePrimaryCtxRetain(&mut context, device) }
+            .map_err(|failure| Error::from(failure).within(&gpu))?;
+        let context = Handle(context);
+        let _guards = (Scope::enter(driver, context)?, RelaxedCapture::enter(driver)?);
+        let kernels = Kernels::load(driver, image, &gpu)?;
+        info!(
+            Init,
+            "{gpu}: {multiprocessors} multiprocessors, driver of CUDA {}, device code of CUDA {}, {} bytes of local \
+             memory a thread",
+            driver.version,
+            image.release,
+            kernels.local_bytes
+        );
+        let device = CudaDevice {
+            driver,
+            ordinal,
+            gpu,
+            uuid,
+            multiprocessors: u32::try_from(multiprocessors).unwrap_or(0).max(1),
+            context,
+            kernels,
+            zeroing: zeroing_stream(driver)?,
+            device_pool: pool::Pool::default(),
+            pinned_pool: pool::Pool::default(),
+            known_ranges: pointers::KnownRanges::default(),
+            events: streams::Events::default(),
+            user_memory: user_memory::UserMemory::of_device(driver, ordinal, device_count(driver)?)?,
+        };
+        // The driver's own kernel for zeroing is loaded like any other at its first use: now, while none spins.
+        let warm_up = device.block(1, Placement::Device)?;
+        device.device_pool.give_back(warm_up as usize);
+        Ok(device)
+    }
+
+    fn scope(&self) -> CallResult<Scope<'_>> {
+        Scope::enter(self.driver, self.context)
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<()> {
+        let kernel = self.kernels.get(launch.kernel)?;
+        let bytes = launch.arguments.len();
+        if bytes > MOST_ARGUMENT_BYTES || kernel.parameter_bytes.is_some_and(|expected| expected != bytes) {
+            return Err(Error::internal(format!(
+                "{} was given {bytes} bytes of arguments; it takes {:?}, at most {MOST_ARGUMENT_BYTES}",
+                launch.kernel.symbol(),
+                kernel.parameter_bytes
+            )));
+        }
+        let _scope = self.scope()?;
+        let mut parameters = [launch.arguments.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: a loaded kernel of this context, whose single parameter is copied out of `arguments` (of its size)
+        // before the call returns; the stream was accepted by `check_stream`.
+        unsafe {
+            self.driver.call.cuLaunchKernel(
+                kernel.function.0,
+                launch.blocks,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                0,
+                launch.stream.cast(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        }
+        .map_err(|failure| {
+            Error::from(failure).within(format!(
+                "launching {} with {} blocks of {} threads on {}",
+                launch.kernel.symbol(),
+                launch.blocks,
+                launch.threads,
+                self.gpu
+            ))
+        })
+    }
+
+    fn pool(&self, placement: Placement) -> &pool::Pool {
+        match placement {
+            Placement::Device => &self.device_pool,
+            Placement::Pinned => &self.pinned_pool,
+        }
+    }
+
+    /// A zeroed block of at least `bytes`, from the pool or else from the driver.
+    fn block(&self, bytes: usize, placement: Placement) -> Result<*mut u8> {
+        let refused = |reason: &dyn std::fmt::Display| {
+            Error::cuda(format!(
+                "{bytes} bytes of {placement:?} memory for the library on {}: {reason}",
+                self.gpu
+            ))
+        };
+        let block_bytes = pool::block_bytes(bytes).ok_or_else(|| refused(&"more than the address space has"))?;
+        let pool = self.pool(placement);
+        let address = match pool.take(block_bytes) {
+            Some(address) => address,
+            None => {
+                let address = match placement {
+                    Placement::Device => self.device_memory(block_bytes).map(|address| address as usize),
+                    Placement::Pinned => self.pinned_memory(block_bytes).map(|address| address as usize),
+                }
+                .map_err(|failure| refused(&failure))?;
+                info!(
+                    Alloc,
+                    "{}: {block_bytes} bytes more of {placement:?} memory, at {address:#x}", self.gpu
+                );
+                pool.lend_new(address, block_bytes);
+                address
+            }
+        };
+        match placement {
+            Placement::Device => self.zero(address as CUdeviceptr, bytes).map_err(|failure| {
+                pool.give_back(address);
+                refused(&failure)
+            })?,
+            // SAFETY: a block of at least `bytes` that nobody else holds, and host memory.
+            Placement::Pinned => unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) },
+        }
+        Ok(address as *mut u8)
+    }
+
+    fn device_memory(&self, bytes: usize) -> CallResult<CUdeviceptr> {
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        let mut address = 0;
+        // SAFETY: writes one address.
+        unsafe { self.driver.call.cuMemAlloc(&mut address, bytes) }?;
+        Ok(address)
+    }
+
+    /// Under unified addressing kernels use the address that the host has.
+    fn pinned_memory(&self, bytes: usize) -> CallResult<*mut c_void> {
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        let mut address = std::ptr::null_mut();
+        let flags = types::CU_MEMHOSTALLOC_PORTABLE | types::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: writes one address.
+        unsafe { self.driver.call.cuMemHostAlloc(&mut address, bytes, flags) }?;
+        Ok(address)
+    }
+
+    fn zero(&self, address: CUdeviceptr, bytes: usize) -> CallResult<()> {
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        // Whole words, so that one kernel of the driver, loaded by `open`, does every size; a block is larger still.
+        let bytes = bytes.max(1).next_multiple_of(256);
+        // SAFETY: within a block that only the caller holds, since blocks are multiples of 64 KiB.
+        unsafe { self.driver.call.cuMemsetD8Async(address, 0, bytes, self.zeroing.0) }?;
+        // SAFETY: the device's own stream; it holds nothing but zeroing, so this waits for no kernel of a rank.
+        unsafe { self.driver.call.cuStreamSynchronize(self.zeroing.0) }
+    }
+}
+
+/// Of the highest priority: beside kernels that fill the GPU, the next free multiprocessor is its.
+fn zeroing_stream(driver: &Driver) -> CallResult<Handle<CUstream_st>> {
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: writes two ints.
+    unsafe { driver.call.cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }?;
+    let mut stream = std::ptr::null_mut();
+    let flags = types::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+    // SAFETY: writes one handle.
+    unsafe { driver.call.cuStreamCreateWithPriority(&mut stream, flags, greatest) }?;
+    Ok(Handle(stream))
+}
+
+impl Device for CudaDevice {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Cuda
+    }
+
+    fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+
+    fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    fn describe(&self) -> String {
+        self.gpu.clone()
+    }
+
+    fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    fn allocate(self: Arc<Self>, bytes: usize, placement: Placement) -> Result<Memory> {
+        let address = self.block(bytes, placement)?;
+        Ok(Memory {
+            address,
+            bytes,
+            placement,
+            device: self,
+        })
+    }
+
+    /// Makes no driver call: safe beside spinning kernels and in a process that is exiting.
+    fn free(&self, address: *mut u8, bytes: usize, placement: Placement) {
+        if !self.pool(placement).give_back(address as usize) {
+            warning!(
+                "{bytes} bytes at {address:p} came back to {}, which did not lend them",
+                self.gpu
+            );
+        }
+    }
+
+    fn register(&self, address: *mut u8, bytes: usize) -> Result<*mut u8> {
+        let refused = |failure: Failure| {
+            Error::cuda(format!(
+                "registering {bytes} bytes of shared host memory at {address:p} with {}: {failure}",
+                self.gpu
+            ))
+        };
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        let flags = types::CU_MEMHOSTREGISTER_PORTABLE | types::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the caller's mapping of that many bytes.
+        unsafe { self.driver.call.cuMemHostRegister(address.cast(), bytes, flags) }.map_err(refused)?;
+        let mut seen_by_device = 0;
+        // SAFETY: registered above; writes one address.
+        unsafe {
+            self.driver
+                .call
+                .cuMemHostGetDevicePointer(&mut seen_by_device, address.cast(), 0)
+        }
+        .map_err(|failure| {
+            self.unregister(address);
+            refused(failure)
+        })?;
+        Ok(seen_by_device as usize as *mut u8)
+    }
+
+    /// The driver waits for running kernels here, so no kernel may be spinning: call it when the communicator's own
+    /// are done and its ranks have met.
+    fn unregister(&self, address: *mut u8) {
+        let undone = self.scope().and_then(|_scope| {
+            let _relaxed = RelaxedCapture::enter(self.driver)?;
+            // SAFETY: the caller registered this mapping, and no kernel uses it any more.
+            unsafe { self.driver.call.cuMemHostUnregister(address.cast()) }
+        });
+        match undone {
+            Err(failure) if !failure.is_shutdown() => {
+                warning!(
+                    "shared host memory at {address:p} stays registered with {}: {failure}",
+                    self.gpu
+                )
+            }
+            _ => {}
+        }
+    }
+
+    fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()> {
+        let address = pointer as usize;
+        if bytes == 0 || (!always && self.known_ranges.covers(address, bytes)) {
+            return Ok(());
+        }
+        let _scope = self.scope()?;
+        let range = pointers::look_up(self.driver, self.ordinal, name, address, bytes)?;
+        self.known_ranges.remember(address, range);
+        Ok(())
+    }
+
+    fn check_stream(&self, stream: *mut c_void) -> Result<u64> {
+        self.stream_key(stream)
+    }
+
+    fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
+        self.order(last, next)
+    }
+
+    fn synchronize_stream(&self, stream: *mut c_void, give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
+        self.synchronize(stream, give_up)
+    }
+
+    fn allocate_user(&self, bytes: usize) -> Result<*mut c_void> {
+        self.allocate_for_user(bytes)
+    }
+
+    fn free_user(&self, pointer: *mut c_void) -> Result<()> {
+        self.free_for_user(pointer)
+    }
+}

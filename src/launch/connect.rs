@@ -1,0 +1,325 @@
+//! Making an engine: what ranks tell each other, the checks on it, inboxes, links, templates.
+
+use super::clique::Clique;
+use super::layout::{Control, Link, OneShotWork, ProgramWork, State, Step, MAX_LINKS, MAX_RANKS, MAX_STEPS};
+use super::settings::{self, Settings};
+use super::{Engine, KernelMemory};
+use crate::bootstrap::{Cancel, Session};
+use crate::device::{Device, DeviceKind, Placement};
+use crate::environment::switch;
+use crate::error::{Code, Error, Result};
+use crate::info;
+use crate::plan::{self, Profile, Program};
+use crate::topology::host::HostIdentity;
+use crate::transport::{self, Geometry, Inbox, Path, PeerInbox, Reach};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What every rank must know of every other before links are made.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct RankInfo {
+    place: String,
+    host: HostIdentity,
+    cuda: bool,
+    uuid: [u8; 16],
+    device: String,
+    /// Whether this rank allows several ranks on its GPU.
+    shares_gpu: bool,
+    reach: Reach,
+    settings: Settings,
+}
+
+/// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
+type Introduced = std::result::Result<RankInfo, (i32, String)>;
+
+/// This rank's share of `Introduction::payload`.
+pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Vec<u8> {
+    let introduced: Introduced = describe(device, ctas).map_err(|error| (error.code as i32, error.text));
+    // Plain data of strings and numbers always has a JSON form.
+    serde_json::to_vec(&introduced).unwrap_or_default()
+}
+
+fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Result<RankInfo> {
+    settings::check_choices()?;
+    settings::wait_bound()?;
+    let (p2p, shm) = settings::paths();
+    let host = HostIdentity::of_this_process();
+    Ok(RankInfo {
+        place: format!("{}:{}", host.name, std::process::id()),
+        host,
+        cuda: device.kind() == DeviceKind::Cuda,
+        uuid: device.uuid(),
+        device: device.describe(),
+        shares_gpu: switch("NCCL_MULTI_RANK_GPU_ENABLE", false),
+        reach: Reach::of_this_process(device.as_ref(), p2p, shm),
+        settings: Settings::read(device.as_ref(), ctas)?,
+    })
+}
+
+/// The introductions of all ranks, or the error of the first that cannot take part.
+fn parse(payloads: &[Vec<u8>]) -> Result<Vec<RankInfo>> {
+    let one = |(rank, payload): (usize, &Vec<u8>)| match serde_json::from_slice::<Introduced>(payload) {
+        Ok(Ok(info)) => Ok(info),
+        Ok(Err((code, text))) => {
+            let code = Code::from_raw(code).unwrap_or(Code::InternalError);
+            Err(Error::new(code, text).within(format!("rank {rank}")))
+        }
+        Err(error) => Err(Error::internal(format!(
+            "the introduction of rank {rank} does not parse: {error}"
+        ))),
+    };
+    payloads.iter().enumerate().map(one).collect()
+}
+
+/// Contradictions between ranks; every rank sees the same table and comes to the same answer. Returns how many ranks
+/// share the fullest GPU.
+fn check(ranks: &[RankInfo]) -> Result<u32> {
+    let first = &ranks[0];
+    let mut fullest = 1;
+    for (rank, info) in ranks.iter().enumerate() {
+        if info.host.digest != first.host.digest {
+            return Err(Error::usage(format!(
+                "rank 0 is on host {} and rank {rank} on host {}: the network between hosts is not built yet in this version \
+                 of Ossicle",
+                first.host, info.host
+            )));
+        }
+        if info.cuda != first.cuda {
+            return Err(Error::usage(format!(
+                "rank 0 ({}) uses {} and rank {rank} ({}) uses {}: set OSSICLE_DEVICE alike on all ranks",
+                first.place, first.device, info.place, info.device
+            )));
+        }
+        let same: Vec<usize> = (0..rank)
+            .filter(|other| info.cuda && ranks[*other].uuid == info.uuid)
+            .collect();
+        if let Some(other) = same.first().filter(|_| !info.shares_gpu || !ranks[same[0]].shares_gpu) {
+            return Err(Error::usage(format!(
+                "ranks {other} ({}) and {rank} ({}) both use {}: give each rank a GPU of its own, or set \
+                 NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks",
+                ranks[*other].place, info.place, info.device
+            )));
+        }
+        fullest = fullest.max(same.len() as u32 + 1);
+    }
+    Ok(fullest)
+}
+
+impl Engine {
+    /// Collective over the session: allocates this rank's inbox, exchanges it, links to all peers. `payloads` are what
+    /// `introduction` gave on each rank, in rank order.
+    pub fn connect(
+        device: Arc<dyn Device>,
+        session: &Session,
+        rank: u32,
+        payloads: &[Vec<u8>],
+        timeout: Duration,
+        cancel: &Cancel,
+    ) -> Result<Engine> {
+        let ranks = parse(payloads)?;
+        let sharing = check(&ranks)?;
+        let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
+        let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
+        let (path, reason) = transport::choose(&reach)?;
+        info!(
+            Init,
+            "rank {rank}: links to {} peers via {}: {reason}; {profile:?}",
+            ranks.len() - 1,
+            path.name()
+        );
+        if path == Path::P2p {
+            let others = reach
+                .iter()
+                .map(|peer| peer.device)
+                .filter(|peer| *peer != reach[rank as usize].device);
+            others.into_iter().try_for_each(|peer| device.open_peer(peer))?;
+        }
+        let programs: Vec<Program> = (0..profile.ranks)
+            .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
+            .collect();
+        let geometry = geometry(&profile, &programs);
+        let inbox = Inbox::create(&device, path, geometry);
+        let names = session.all_gather(
+            inbox.as_ref().map_err(Error::clone).and_then(Inbox::name),
+            timeout,
+            cancel,
+        )?;
+        let inbox = inbox?;
+        let open = |peer: usize| match peer == rank as usize {
+            true => Ok(inbox.own()),
+            false => Inbox::open(&device, &names[peer], geometry),
+        };
+        let inboxes: Result<Vec<Arc<PeerInbox>>> = (0..ranks.len()).map(open).collect();
+        // Everyone has opened everything before an inbox is withdrawn.
+        session.all_gather(
+            inboxes.as_ref().map(|_| Vec::new()).map_err(Error::clone),
+            timeout,
+            cancel,
+        )?;
+        let places = ranks.into_iter().map(|info| info.place).collect();
+        // The inboxes of all ranks name the communicator as nothing else does.
+        let communicator = names.concat();
+        assemble(
+            device,
+            rank,
+            places,
+            profile,
+            &programs,
+            inboxes?,
+            Clique::of(communicator),
+        )
+    }
+}
+
+/// The engine of `rank` over opened inboxes, one a rank.
+pub(super) fn assemble(
+    device: Arc<dyn Device>,
+    rank: u32,
+    places: Vec<String>,
+    profile: Profile,
+    programs: &[Program],
+    inboxes: Vec<Arc<PeerInbox>>,
+    clique: Arc<Clique>,
+) -> Result<Engine> {
+    let state = device.clone().allocate(size_of::<State>(), Placement::Device)?;
+    let control = device.clone().allocate(size_of::<Control>(), Placement::Pinned)?;
+    let (state_address, control_address) = (state.address.cast::<State>(), control.address.cast::<Control>());
+    let (report_after_ns, fail_when_late) = settings::wait_bound()?;
+    // SAFETY: fresh, zeroed, aligned (the device hands out pages) and not yet known to any kernel.
+    let settings = unsafe { &*control_address };
+    settings.report_after_ns.store(report_after_ns, Ordering::Relaxed);
+    settings
+        .park_after_report
+        .store(u32::from(fail_when_late), Ordering::Relaxed);
+    let program = Box::new(ProgramWork {
+        state: state_address,
+        control: control_address,
+        ..program_work(&profile, rank, programs, &inboxes)
+    });
+    let one_shot = (profile.ranks > 1).then(|| {
+        let mut area = [null_mut(); MAX_RANKS];
+        area.iter_mut()
+            .zip(&inboxes)
+            .for_each(|(area, inbox)| *area = inbox.area());
+        Box::new(OneShotWork {
+            input: null_mut(),
+            output: null_mut(),
+            count: 0,
+            state: state_address,
+            control: control_address,
+            rank,
+            ranks: profile.ranks,
+            lines: profile.lines,
+            pad: 0,
+            area,
+        })
+    });
+    Ok(Engine {
+        rank,
+        places,
+        device,
+        check_pointers: switch("NCCL_CHECK_POINTERS", false),
+        fail_when_late,
+        profile,
+        program,
+        one_shot,
+        memory: Arc::new(KernelMemory {
+            control,
+            _state: state,
+            _inboxes: inboxes,
+        }),
+        clique,
+        last_stream: Mutex::new(None),
+        launched: AtomicU64::new(0),
+        faults_seen: AtomicU64::new(0),
+    })
+}
+
+pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
+    Geometry {
+        ranks: profile.ranks as usize,
+        lines: profile.lines as usize,
+        channels: profile.channels as usize,
+        slots: profile.slots as usize,
+        slot_bytes: profile.slot_bytes as usize,
+        links: programs
+            .iter()
+            .map(|program| program.sends.len().max(program.recvs.len()))
+            .max()
+            .unwrap_or(0),
+    }
+}
+
+/// The program of `rank` with its links resolved to addresses.
+fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[Arc<PeerInbox>]) -> ProgramWork {
+    let own = &programs[rank as usize];
+    debug_assert!(own.steps.len() <= MAX_STEPS && own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
+    let none = Link {
+        slots: null_mut(),
+        tail: null_mut(),
+        head: null_mut(),
+        peer: 0,
+        pad: 0,
+    };
+    let (mut send, mut recv) = ([none; MAX_LINKS], [none; MAX_LINKS]);
+    let index = |links: &[u32]| links.iter().position(|peer| *peer == rank).unwrap_or_default();
+    let mine = &inboxes[rank as usize];
+    for (link, peer) in own.sends.iter().enumerate() {
+        // The peer knows this link by its place among the peer's receive links.
+        let at_peer = index(&programs[*peer as usize].recvs);
+        let inbox = &inboxes[*peer as usize];
+        send[link] = Link {
+            slots: inbox.slots(at_peer),
+            tail: inbox.tail(at_peer),
+            head: mine.head(link),
+            peer: *peer,
+            pad: 0,
+        };
+    }
+    for (link, peer) in own.recvs.iter().enumerate() {
+        let at_peer = index(&programs[*peer as usize].sends);
+        let inbox = &inboxes[*peer as usize];
+        recv[link] = Link {
+            slots: mine.slots(link),
+            tail: mine.tail(link),
+            head: inbox.head(at_peer),
+            peer: *peer,
+            pad: 0,
+        };
+    }
+    let mut step = [Step {
+        flags: 0,
+        send: 0,
+        recv: 0,
+        chunk: 0,
+    }; MAX_STEPS];
+    for (step, planned) in step.iter_mut().zip(&own.steps) {
+        *step = Step {
+            flags: planned.flags.0,
+            send: planned.send,
+            recv: planned.recv,
+            chunk: planned.chunk,
+        };
+    }
+    ProgramWork {
+        input: null_mut(),
+        output: null_mut(),
+        count: 0,
+        state: null_mut(),
+        control: null_mut(),
+        slot_bytes: profile.slot_bytes,
+        slots: profile.slots,
+        channels: 1,
+        ranks: profile.ranks,
+        chunks: own.chunks,
+        steps: own.steps.len() as u32,
+        pad: 0,
+        send,
+        recv,
+        step,
+    }
+}

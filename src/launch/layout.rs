@@ -1,0 +1,124 @@
+//! The structs of `cuda/layout.h`, written here and read by kernels. Sizes and offsets are asserted on both sides.
+
+use std::mem::{offset_of, size_of};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+pub const MAX_RANKS: usize = 16;
+pub const MAX_CHANNELS: usize = 16;
+pub const MAX_LINKS: usize = 16;
+pub const MAX_STEPS: usize = 32;
+/// Flags of different channels lie this many words apart.
+pub const FLAG_STRIDE: usize = 16;
+pub const LINE_BYTES: usize = 16;
+
+/// What a wait that passed its clock bound reports; `sequence` is written last.
+#[repr(C)]
+pub struct FaultRecord {
+    pub sequence: AtomicU64,
+    pub ordinal: AtomicU64,
+    pub waited_ns: AtomicU64,
+    pub cause: AtomicU32,
+    pub peer: AtomicU32,
+    pub channel: AtomicU32,
+    pub step: AtomicU32,
+    pub vendor: AtomicU32,
+    pub pad: u32,
+}
+
+/// One rank's word to its kernels and their word back; pinned host memory. Zero bytes are a valid value.
+#[repr(C, align(128))]
+pub struct Control {
+    pub stop: AtomicU32,
+    pub park_after_report: AtomicU32,
+    pub report_after_ns: AtomicU64,
+    pub left: AtomicU64,
+    pub fault: FaultRecord,
+}
+
+/// One rank's counters between launches; device memory, which the CPU never reads.
+#[repr(C)]
+pub struct State {
+    pub ordinal: u64,
+    pub ll_epoch: u64,
+    pub fault_claim: u64,
+    pub arrivals: u32,
+    pub pad: u32,
+    pub sent: [[u64; MAX_CHANNELS]; MAX_LINKS],
+    pub received: [[u64; MAX_CHANNELS]; MAX_LINKS],
+}
+
+/// One direction of a link to one peer, channel 0.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Link {
+    pub slots: *mut u8,
+    pub tail: *mut u64,
+    pub head: *mut u64,
+    pub peer: u32,
+    pub pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Step {
+    pub flags: u8,
+    pub send: u8,
+    pub recv: u8,
+    pub chunk: u8,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ProgramWork {
+    pub input: *const u8,
+    pub output: *mut u8,
+    pub count: u64,
+    pub state: *mut State,
+    pub control: *mut Control,
+    pub slot_bytes: u64,
+    pub slots: u32,
+    pub channels: u32,
+    pub ranks: u32,
+    pub chunks: u32,
+    pub steps: u32,
+    pub pad: u32,
+    pub send: [Link; MAX_LINKS],
+    pub recv: [Link; MAX_LINKS],
+    pub step: [Step; MAX_STEPS],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct OneShotWork {
+    pub input: *const u8,
+    pub output: *mut u8,
+    pub count: u64,
+    pub state: *mut State,
+    pub control: *mut Control,
+    pub rank: u32,
+    pub ranks: u32,
+    pub lines: u32,
+    pub pad: u32,
+    pub area: [*mut u8; MAX_RANKS],
+}
+
+// SAFETY: addresses for kernels, plain data to the CPU.
+unsafe impl Send for ProgramWork {}
+// SAFETY: as above.
+unsafe impl Sync for ProgramWork {}
+// SAFETY: as above.
+unsafe impl Send for OneShotWork {}
+// SAFETY: as above.
+unsafe impl Sync for OneShotWork {}
+
+const _: () = {
+    assert!(size_of::<FaultRecord>() == 48);
+    assert!(size_of::<Control>() == 128 && offset_of!(Control, fault) == 24);
+    assert!(size_of::<State>() == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8);
+    assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
+    assert!(size_of::<ProgramWork>() == 72 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
+    assert!(size_of::<OneShotWork>() == 56 + MAX_RANKS * 8);
+};
+
+/// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
+pub const FINGERPRINT: u64 = 1 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

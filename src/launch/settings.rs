@@ -1,0 +1,207 @@
+//! What the environment says about planning and paths, read once a communicator, on every rank; rank 0's is used.
+
+use crate::device::{Device, DeviceKind};
+use crate::environment::{choice, integer, number, switch, text};
+use crate::error::{Error, Result};
+use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
+use crate::plan::{Algorithm, Profile};
+use serde::{Deserialize, Serialize};
+
+/// Lines of one region of the one-shot area: 64 KiB of payload.
+const ONE_SHOT_LINES: u32 = 8192;
+
+/// Names of `NCCL_ALGO` that NCCL knows and this version has no kernels for.
+const UNBUILT_ALGORITHMS: [&str; 6] = ["Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"];
+
+/// Streaming multiprocessors that all ranks of a GPU together leave free.
+const SPARE_MULTIPROCESSORS: u32 = 16;
+
+/// Checks every choice variable, also those whose paths come later, so that a misspelt one is found here.
+pub(super) fn check_choices() -> Result<()> {
+    choice("NCCL_NET", &[("IB", ()), ("Socket", ()), ("HCA", ())])?;
+    for name in ["NCCL_GPU_INITIATED", "OSSICLE_GPU_INITIATED"] {
+        choice(name, &[("0", ()), ("1", ()), ("auto", ())])?;
+    }
+    Ok(())
+}
+
+/// The clock bound of a device wait, and whether a wait that passes it fails the communicator.
+pub(super) fn wait_bound() -> Result<(u64, bool)> {
+    let bound_ms = number("OSSICLE_WAIT_REPORT_MS", 10_000)?;
+    let fail = choice("OSSICLE_WAIT_FAIL", &[("0", false), ("1", true)])?.unwrap_or(false);
+    Ok((bound_ms.saturating_mul(1_000_000), fail))
+}
+
+/// A rank's planning inputs; travels in its introduction, and rank 0's become the profile of all.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Settings {
+    allowed: Vec<Algorithm>,
+    cuda: bool,
+    multiprocessors: u32,
+    least_channels: Option<u32>,
+    most_channels: Option<u32>,
+}
+
+impl Settings {
+    /// From the environment and the communicator's configuration (minCTAs, maxCTAs).
+    pub(super) fn read(device: &dyn Device, ctas: (Option<u32>, Option<u32>)) -> Result<Settings> {
+        let positive = |name| {
+            integer(name)
+                .and_then(|value| u32::try_from(value).ok())
+                .filter(|value| *value > 0)
+        };
+        Ok(Settings {
+            allowed: allowed(text("NCCL_ALGO").as_deref(), text("NCCL_PROTO").as_deref())?,
+            cuda: device.kind() == DeviceKind::Cuda,
+            multiprocessors: device.multiprocessors(),
+            least_channels: positive("NCCL_MIN_NCHANNELS").or(ctas.0),
+            most_channels: positive("NCCL_MAX_NCHANNELS").or(ctas.1),
+        })
+    }
+
+    /// The profile of a communicator of `ranks`, at most `sharing` of them on one GPU.
+    pub(super) fn profile(&self, ranks: u32, sharing: u32) -> Profile {
+        // All blocks of all ranks of a GPU must be able to run at once, since they wait for each other.
+        let budget = match self.cuda {
+            true => self.multiprocessors.saturating_sub(SPARE_MULTIPROCESSORS) / sharing.max(1),
+            false => 1,
+        };
+        let limit = if self.cuda {
+            budget.clamp(1, MAX_CHANNELS as u32)
+        } else {
+            MAX_CHANNELS as u32
+        };
+        let least = self.least_channels.unwrap_or(1).min(limit);
+        let most = self.most_channels.unwrap_or(budget.max(least)).clamp(1, limit);
+        Profile {
+            ranks,
+            allowed: self.allowed.clone(),
+            channels: most,
+            // Channels that were asked for are used from the first byte on.
+            channel_bytes: if least > 1 { 1 } else { 65536 },
+            slot_bytes: 131072,
+            slots: 4,
+            lines: if ranks > 1 { ONE_SHOT_LINES } else { 0 },
+            one_shot_bytes: one_shot_bytes(self.cuda, ranks),
+            one_shot_blocks: most,
+            threads: 512,
+        }
+    }
+}
+
+/// Where one-shot stops winning: every rank moves (ranks - 1) times the data. Measured: docs/benchmarks.md.
+fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
+    debug_assert!(ranks as usize <= MAX_RANKS);
+    match (cuda, ranks) {
+        (true, 0..=4) => 65536,
+        (true, 5..=8) => 32768,
+        (true, _) => 16384,
+        (false, 0..=2) => 1024,
+        (false, _) => 4096,
+    }
+}
+
+/// The algorithms that `NCCL_ALGO` and `NCCL_PROTO` leave for all-reduce.
+fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Vec<Algorithm>> {
+    let algorithms = list(
+        "NCCL_ALGO",
+        algo,
+        &Algorithm::ALL.map(Algorithm::name),
+        &UNBUILT_ALGORITHMS,
+    )?;
+    let protocols = list("NCCL_PROTO", proto, &["LL", "Simple"], &["LL128"])?;
+    let left: Vec<Algorithm> = Algorithm::ALL
+        .into_iter()
+        .filter(|algorithm| algorithms.contains(&algorithm.name()) && protocols.contains(&algorithm.protocol()))
+        .collect();
+    if left.is_empty() {
+        return Err(Error::usage(format!(
+            "NCCL_ALGO \"{}\" with NCCL_PROTO \"{}\" leaves no all-reduce of this version: it has OneShot with LL and Ring \
+             with Simple",
+            algo.unwrap_or_default(),
+            proto.unwrap_or_default()
+        )));
+    }
+    Ok(left)
+}
+
+/// The built names that a variable in NCCL's notation allows: `name,name`, `^name`, or `function:names;...`, where the
+/// first clause without a colon is the base list.
+fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[&str]) -> Result<Vec<&'static str>> {
+    let Some(value) = value.filter(|value| !value.trim().is_empty()) else {
+        return Ok(built.to_vec());
+    };
+    let mut chosen: Option<Vec<&'static str>> = None;
+    for clause in value.split(';').map(str::trim).filter(|clause| !clause.is_empty()) {
+        let (function, names) = match clause.split_once(':') {
+            Some((function, names)) => (Some(function.trim()), names),
+            None => (None, clause),
+        };
+        let (invert, names) = names.strip_prefix('^').map_or((false, names), |rest| (true, rest));
+        let mut named = Vec::new();
+        for name in names.split(',').map(str::trim) {
+            match built.iter().find(|known| known.eq_ignore_ascii_case(name)) {
+                Some(known) => named.push(*known),
+                None if unbuilt.iter().any(|known| known.eq_ignore_ascii_case(name)) => {}
+                None => {
+                    return Err(Error::usage(format!(
+                    "{variable} is \"{value}\", which names \"{name}\"; it takes {} ({} are NCCL's and not built yet)",
+                    built.join(", "),
+                    unbuilt.join(", ")
+                )))
+                }
+            }
+        }
+        let allowed = built
+            .iter()
+            .copied()
+            .filter(|name| named.contains(name) != invert)
+            .collect();
+        match function {
+            Some(function) if !function.eq_ignore_ascii_case("allreduce") => {}
+            Some(_) => chosen = Some(allowed),
+            None => chosen = chosen.or(Some(allowed)),
+        }
+    }
+    Ok(chosen.unwrap_or_else(|| built.to_vec()))
+}
+
+/// Whether this rank lets pointers of its process be used directly, and host shared memory.
+pub(super) fn paths() -> (bool, bool) {
+    let p2p = !switch("NCCL_P2P_DISABLE", false)
+        && !text("NCCL_P2P_LEVEL").is_some_and(|level| level.eq_ignore_ascii_case("LOC"));
+    (p2p, !switch("NCCL_SHM_DISABLE", false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn algorithm_lists_follow_nccls_notation() {
+        use Algorithm::{OneShot, Ring};
+        for (algo, proto, expected) in [
+            (None, None, vec![OneShot, Ring]),
+            (Some(""), Some(""), vec![OneShot, Ring]),
+            (Some("ring"), None, vec![Ring]),
+            (Some("Tree,Ring"), None, vec![Ring]),
+            (Some("^ring"), None, vec![OneShot]),
+            (Some("allreduce:oneshot;broadcast:ring"), None, vec![OneShot]),
+            (Some("tree;allreduce:ring"), None, vec![Ring]),
+            (Some("broadcast:tree"), None, vec![OneShot, Ring]),
+            (None, Some("simple"), vec![Ring]),
+            (None, Some("LL,LL128"), vec![OneShot]),
+        ] {
+            assert_eq!(allowed(algo, proto).unwrap(), expected, "{algo:?} {proto:?}");
+        }
+        for (algo, proto, word) in [
+            (Some("rings"), None, "\"rings\""),
+            (Some("tree"), None, "OneShot with LL"),
+            (Some("ring"), Some("LL"), "Ring with Simple"),
+            (None, Some("LL256"), "\"LL256\""),
+        ] {
+            let error = allowed(algo, proto).unwrap_err();
+            assert!(error.text.contains(word), "{error}");
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The kernels of the host device against the exact oracle: every type, operation, algorithm, count, alignment.
+
+use super::clique::Clique;
+use super::connect::{assemble, geometry};
+use super::*;
+use crate::device::host;
+use crate::plan::Program;
+use crate::request::{Collective, DataType, ReduceOp};
+use crate::transport::{Inbox, Path};
+use half::{bf16, f16};
+use oracle::{Element, Order, Patterns};
+
+#[path = "../../tests/oracle/mod.rs"]
+mod oracle;
+
+fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
+    Profile {
+        ranks,
+        allowed: vec![algorithm],
+        channels,
+        channel_bytes: 1,
+        slot_bytes: 256,
+        slots: 2,
+        lines: 512,
+        one_shot_bytes: 1 << 20,
+        one_shot_blocks: channels,
+        threads: 32,
+    }
+}
+
+/// All ranks of a communicator, connected without a bootstrap.
+fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
+    let programs: Vec<Program> = (0..profile.ranks)
+        .map(|rank| plan::ring_all_reduce(profile.ranks, rank))
+        .collect();
+    let geometry = geometry(profile, &programs);
+    let devices: Vec<_> = (0..profile.ranks).map(|rank| host::open(rank as i32)).collect();
+    let inboxes: Vec<Inbox> = devices
+        .iter()
+        .map(|device| Inbox::create(device, path, geometry).unwrap())
+        .collect();
+    let clique: Arc<Clique> = Arc::default();
+    let engine = |rank: usize| {
+        let open = |peer: usize| match peer == rank {
+            true => inboxes[peer].own(),
+            false => Inbox::open(&devices[rank], &inboxes[peer].name().unwrap(), geometry).unwrap(),
+        };
+        let opened = (0..inboxes.len()).map(open).collect();
+        let places = vec![String::from("test"); inboxes.len()];
+        assemble(
+            devices[rank].clone(),
+            rank as u32,
+            places,
+            profile.clone(),
+            &programs,
+            opened,
+            clique.clone(),
+        )
+        .unwrap()
+    };
+    (0..inboxes.len()).map(engine).collect()
+}
+
+/// One all-reduce of all ranks; `shift` elements of misalignment, guard elements on both sides of the result.
+fn run<T: Element>(engines: &[Engine], inputs: &[Vec<T>], op: ReduceOp, shift: usize, in_place: bool) -> Vec<Vec<T>> {
+    const GUARD: usize = 64;
+    let count = inputs[0].len();
+    let canary = T::from_bits(0xa5a5_a5a5_a5a5_a5a5);
+    let mut buffers: Vec<Vec<T>> = inputs
+        .iter()
+        .map(|input| {
+            let mut buffer = vec![canary; count + 2 * GUARD + shift];
+            if in_place {
+                buffer[GUARD + shift..GUARD + shift + count].copy_from_slice(input);
+            }
+            buffer
+        })
+        .collect();
+    let shifted: Vec<Vec<T>> = inputs
+        .iter()
+        .map(|input| [vec![canary; shift], input.clone()].concat())
+        .collect();
+    let batch: Vec<(&Engine, Work)> = engines
+        .iter()
+        .zip(buffers.iter_mut().zip(&shifted))
+        .filter_map(|(engine, (buffer, input))| {
+            let recv = buffer[GUARD + shift..].as_mut_ptr().cast::<c_void>();
+            let send = if in_place {
+                recv.cast_const()
+            } else {
+                input[shift..].as_ptr().cast()
+            };
+            let (collective, datatype, stream) = (Collective::AllReduce, T::DATATYPE, std::ptr::null_mut());
+            let request = Request {
+                collective,
+                send,
+                recv,
+                count,
+                datatype,
+                op,
+                stream,
+            };
+            engine.prepare(&request).unwrap().map(|work| (engine, work))
+        })
+        .collect();
+    launch(&batch).unwrap();
+    let untouched = |guard: &[T]| guard.iter().all(|element| element.same(canary));
+    for buffer in &buffers {
+        assert!(
+            untouched(&buffer[..GUARD + shift]) && untouched(&buffer[GUARD + shift + count..]),
+            "guard written"
+        );
+    }
+    buffers
+        .into_iter()
+        .map(|buffer| buffer[GUARD + shift..GUARD + shift + count].to_vec())
+        .collect()
+}
+
+fn check<T: Element>(engines: &[Engine], order: Order, seed: u64, counts: &[usize]) {
+    let mut patterns = Patterns(seed);
+    for (index, count) in counts.iter().enumerate() {
+        for (number, op) in Kernel::OPS.into_iter().enumerate() {
+            let inputs: Vec<Vec<T>> = engines.iter().map(|_| patterns.elements(*count)).collect();
+            let expected = oracle::all_reduce(&inputs, op, order);
+            let (shift, in_place) = ((index + number) % 3, (index + number) % 2 == 1);
+            for (rank, result) in run(engines, &inputs, op, shift, in_place).iter().enumerate() {
+                for (i, (got, want)) in result.iter().zip(&expected).enumerate() {
+                    assert!(
+                        got.same(*want),
+                        "{} {} ranks {} rank {rank} count {count} element {i}: {got:?}, not {want:?} ({order:?})",
+                        T::DATATYPE.name(),
+                        op.name(),
+                        engines.len()
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn check_all_types(engines: &[Engine], order: Order, counts: &[usize]) {
+    check::<f32>(engines, order, 1, counts);
+    check::<f64>(engines, order, 2, counts);
+    check::<f16>(engines, order, 3, counts);
+    check::<bf16>(engines, order, 4, counts);
+    check::<i32>(engines, order, 5, counts);
+    check::<u8>(engines, order, 6, counts);
+}
+
+#[test]
+fn one_shot_is_exact_for_every_type_operation_and_rank_count() {
+    for ranks in [2, 3, 4, 7, 8, 16] {
+        let channels = 1 + ranks % 3;
+        let engines = cluster(&profile(ranks, Algorithm::OneShot, channels), Path::P2p);
+        check_all_types(&engines, Order::OneShot, &[1, 2, 3, 7, 8, 9, 63, 64, 500]);
+    }
+}
+
+#[test]
+fn ring_is_exact_for_every_type_operation_and_rank_count() {
+    for ranks in [1, 2, 3, 4, 7, 8, 16] {
+        let channels = 1 + ranks % 3;
+        let engines = cluster(&profile(ranks, Algorithm::Ring, channels), Path::P2p);
+        let order = Order::Ring {
+            channels: channels as usize,
+            slot_bytes: 256,
+        };
+        check_all_types(&engines, order, &[1, 2, 5, 16, 17, 255, 1000, 5003]);
+    }
+}
+
+#[test]
+fn shared_memory_links_give_the_same_bits() {
+    for (algorithm, order) in [
+        (Algorithm::OneShot, Order::OneShot),
+        (
+            Algorithm::Ring,
+            Order::Ring {
+                channels: 2,
+                slot_bytes: 256,
+            },
+        ),
+    ] {
+        let engines = cluster(&profile(3, algorithm, 2), Path::Shm);
+        check::<f32>(&engines, order, 7, &[1, 100, 511]);
+    }
+}
+
+#[test]
+fn line_flags_survive_their_wrap_and_never_match_what_an_old_epoch_left() {
+    for epoch in [u64::from(u32::MAX) - 3, (1 << 30) - 4, (1 << 32) - 4] {
+        let engines = cluster(&profile(3, Algorithm::OneShot, 2), Path::P2p);
+        for engine in &engines {
+            // SAFETY: no kernel runs; the state is host memory of this device.
+            unsafe { (*engine.program.state).ll_epoch = epoch };
+        }
+        for _ in 0..8 {
+            check::<i32>(&engines, Order::OneShot, epoch, &[900, 3]);
+        }
+    }
+}
+
+#[test]
+fn lines_of_the_coming_epoch_are_cleared_once_a_period() {
+    let engines = cluster(&profile(2, Algorithm::OneShot, 1), Path::P2p);
+    check::<i32>(&engines, Order::OneShot, 1, &[1000]);
+    let stale = |engine: &Engine| {
+        let bytes = 2 * 2 * 512 * layout::LINE_BYTES;
+        let area = engine.one_shot.as_ref().unwrap().area[engine.rank as usize];
+        // SAFETY: the area has that many bytes and no kernel runs.
+        unsafe { std::slice::from_raw_parts(area, bytes) }
+            .iter()
+            .filter(|byte| **byte != 0)
+            .count()
+    };
+    assert!(engines.iter().all(|engine| stale(engine) > 1000));
+    for engine in &engines {
+        // SAFETY: no kernel runs; the state is host memory of this device.
+        unsafe { (*engine.program.state).ll_epoch = (1 << 30) - 2 };
+    }
+    check::<i32>(&engines, Order::OneShot, 2, &[1]);
+    // Three operations of one element ran; two of them cleared, and only their lines are left.
+    assert!(engines.iter().all(|engine| stale(engine) <= 2 * 2 * layout::LINE_BYTES));
+}
+
+#[test]
+fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
+    for algorithm in Algorithm::ALL {
+        let engines = cluster(&profile(2, algorithm, 1), Path::P2p);
+        engines[0]
+            .control()
+            .report_after_ns
+            .store(20_000_000, Ordering::Relaxed);
+        let input = [1.0f32; 4];
+        let mut output = [0.0f32; 4];
+        let request = Request {
+            collective: Collective::AllReduce,
+            send: input.as_ptr().cast(),
+            recv: output.as_mut_ptr().cast(),
+            count: 4,
+            datatype: DataType::Float32,
+            op: ReduceOp::Sum,
+            stream: std::ptr::null_mut(),
+        };
+        let work = engines[0].prepare(&request).unwrap().unwrap();
+        let mut engines = engines.into_iter();
+        let late = Arc::new(engines.next().unwrap());
+        let waiting = late.clone();
+        let thread = std::thread::spawn(move || launch(&[(&*waiting, work)]));
+        let fault = loop {
+            match late.take_fault() {
+                Some(fault) => break fault,
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        assert_eq!(fault.code, crate::error::Code::InProgress);
+        assert!(
+            fault.text.contains("rank 0 waits for rank 1 (test) in operation 0"),
+            "{fault}"
+        );
+        late.stop(Stop::Abort);
+        assert_eq!(
+            thread.join().unwrap().unwrap_err().code,
+            crate::error::Code::RemoteError
+        );
+        assert!(late.take_fault().is_none());
+    }
+}

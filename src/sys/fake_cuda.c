@@ -1,0 +1,242 @@
+/* A stand-in for libcuda.so.1 in unit tests: two GPUs whose memory is host memory, which keep count of what they are
+ * asked and refuse what the library must not do. It has the functions that the library's table names, no more.
+ *
+ * Built by src/sys/fake.rs, with FAKE_VERSION, FAKE_INIT (the answer of cuInit) and FAKE_WITHOUT (a missing function).
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef FAKE_VERSION
+#define FAKE_VERSION 13000
+#endif
+#ifndef FAKE_INIT
+#define FAKE_INIT 0
+#endif
+#ifndef FAKE_WITHOUT
+#define FAKE_WITHOUT ""
+#endif
+
+typedef uint64_t u64;
+enum { INVALID_VALUE = 1, NOT_FOUND = 500, NO_BINARY_FOR_GPU = 209, INVALID_HANDLE = 400, NOT_READY = 600, UNKNOWN = 999 };
+enum { KERNELS = 36, PARAMETER_BYTES = 64, PAGE = 2 << 20 };
+
+/* What tests set and read. */
+int fake_not_ready;                       /* cuStreamQuery answers NOT_READY so many times */
+int fake_fail_memset, fake_fail_set_access;
+const char *fake_missing_kernel = "";
+struct { const char *kernel; unsigned blocks, threads; void *stream, *context; unsigned char bytes[PARAMETER_BYTES]; } fake_launch;
+static struct { const char *name; int count; } counts[128];
+int fake_mapped_bytes, fake_access_count;
+void *fake_recorded, *fake_waiting;
+
+static void note(const char *name) {
+    int i = 0;
+    while (counts[i].name && strcmp(counts[i].name, name)) i++;
+    counts[i].name = name;
+    counts[i].count++;
+}
+int fake_count(const char *name) {
+    for (int i = 0; counts[i].name; i++)
+        if (!strcmp(counts[i].name, name)) return counts[i].count;
+    return 0;
+}
+#define CALL(...) int __VA_ARGS__ { note(__func__);
+
+/* Ranges of memory, as cuPointerGetAttributes tells them. */
+static struct { u64 start, bytes, seen_as; int type, ordinal, managed, whole; } ranges[64];
+static int range_count;
+void fake_range(u64 start, u64 bytes, int type, int ordinal, int managed, int whole, u64 seen_as) {
+    ranges[range_count].start = start;
+    ranges[range_count].bytes = bytes;
+    ranges[range_count].type = type;
+    ranges[range_count].ordinal = ordinal;
+    ranges[range_count].managed = managed;
+    ranges[range_count].whole = whole;
+    ranges[range_count++].seen_as = seen_as;
+}
+
+/* The primary contexts of both GPUs, and a green context of GPU 0. */
+static char contexts[3];
+static __thread void *stack[8];
+static __thread int depth, mode;
+static void *current(void) { return depth ? stack[depth - 1] : 0; }
+
+CALL(cuDriverGetVersion(int *version)) *version = FAKE_VERSION; return 0; }
+CALL(cuInit(unsigned flags)) return flags ? INVALID_VALUE : FAKE_INIT; }
+CALL(cuGetErrorName(int status, const char **name))
+    *name = status == 1 ? "CUDA_ERROR_INVALID_VALUE" : status == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : 0;
+    return *name ? 0 : INVALID_VALUE;
+}
+CALL(cuDeviceGetCount(int *count)) *count = 2; return 0; }
+CALL(cuDeviceGet(int *device, int ordinal)) *device = ordinal; return ordinal < 2 ? 0 : 101; }
+CALL(cuDeviceGetName(char *name, int bytes, int device)) (void)device; strncpy(name, "Fake", bytes); return 0; }
+CALL(cuDeviceGetUuid(char *uuid, int device)) memset(uuid, 0x40 + device, 16); return 0; }
+CALL(cuDeviceGetPCIBusId(char *id, int bytes, int device))
+    strncpy(id, device ? "0000:02:00.0" : "0000:01:00.0", bytes);
+    return 0;
+}
+CALL(cuDeviceGetAttribute(int *value, int attribute, int device))
+    (void)device;
+    *value = attribute == 16 ? 132 : 1;
+    return 0;
+}
+CALL(cuDeviceCanAccessPeer(int *can, int device, int peer)) *can = device != peer; return 0; }
+CALL(cuDevicePrimaryCtxRetain(void **context, int device)) *context = &contexts[device]; return 0; }
+CALL(cuCtxGetCurrent(void **context)) *context = current(); return 0; }
+CALL(cuCtxGetDevice(int *device)) *device = (int)((char *)current() - contexts) % 2; return current() ? 0 : 201; }
+CALL(cuCtxPushCurrent(void *context)) stack[depth++] = context; return 0; }
+CALL(cuCtxPopCurrent(void **context)) *context = stack[--depth]; return 0; }
+CALL(cuCtxGetStreamPriorityRange(int *least, int *greatest)) *least = 0; *greatest = -5; return current() ? 0 : 201; }
+CALL(cuThreadExchangeStreamCaptureMode(int *other)) int old = mode; mode = *other; *other = old; return 0; }
+int fake_depth(void) { return depth; }
+int fake_mode(void) { return mode; }
+
+CALL(cuModuleLoadData(void **module, const char *image))
+    *module = (void *)image;
+    return !current() ? 201 : memcmp(image, "fatbin", 6) ? NO_BINARY_FOR_GPU : 0;
+}
+CALL(cuModuleGetFunction(void **function, void *module, const char *name))
+    (void)module;
+    *function = strdup(name);
+    return strcmp(name, fake_missing_kernel) ? 0 : NOT_FOUND;
+}
+CALL(cuFuncLoad(void *function)) (void)function; return 0; }
+CALL(cuFuncGetAttribute(int *value, int attribute, void *function)) (void)function; *value = attribute == 3 ? 8 : 0; return 0; }
+CALL(cuFuncGetParamInfo(void *function, size_t index, size_t *offset, size_t *bytes))
+    (void)function;
+    *offset = 0;
+    *bytes = PARAMETER_BYTES;
+    return index ? INVALID_VALUE : 0;
+}
+CALL(cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                    unsigned shared, void *stream, void **parameters, void **extra))
+    if (gy != 1 || gz != 1 || by != 1 || bz != 1 || shared || extra || (FAKE_VERSION >= 12040 && fake_count("cuFuncLoad") < KERNELS)) return UNKNOWN;
+    fake_launch.kernel = function;
+    fake_launch.blocks = gx;
+    fake_launch.threads = bx;
+    fake_launch.stream = stream;
+    fake_launch.context = current();
+    memcpy(fake_launch.bytes, parameters[0], PARAMETER_BYTES);
+    return 0;
+}
+
+static void *fresh(size_t bytes) {
+    void *address = 0;
+    if (posix_memalign(&address, PAGE, bytes)) return 0;
+    memset(address, 0xA5, bytes);
+    return address;
+}
+CALL(cuMemAlloc(u64 *address, size_t bytes))
+    if (bytes > (1 << 30)) return 2;
+    *address = (u64)fresh(bytes);
+    fake_range(*address, bytes, 2, 0, 0, 1, *address);
+    return mode == 2 ? 0 : 900;
+}
+CALL(cuMemFree(u64 address)) free((void *)address); return 0; }
+CALL(cuMemHostAlloc(void **address, size_t bytes, unsigned flags)) *address = fresh(bytes); return flags == 3 ? 0 : UNKNOWN; }
+CALL(cuMemHostRegister(void *address, size_t bytes, unsigned flags))
+    (void)address;
+    (void)bytes;
+    return flags == 3 ? 0 : UNKNOWN;
+}
+CALL(cuMemHostUnregister(void *address)) (void)address; return 0; }
+CALL(cuMemHostGetDevicePointer(u64 *device, void *address, unsigned flags)) *device = (u64)address; return (int)flags; }
+CALL(cuMemsetD8Async(u64 address, unsigned char value, size_t bytes, void *stream))
+    if (stream <= (void *)2 || fake_fail_memset) return UNKNOWN;
+    memset((void *)address, value, bytes);
+    return 0;
+}
+
+CALL(cuPointerGetAttributes(unsigned count, int *names, void **values, u64 pointer))
+    for (int r = 0; r < range_count; r++) {
+        if (pointer < ranges[r].start || pointer - ranges[r].start >= ranges[r].bytes) continue;
+        for (unsigned i = 0; i < count; i++) {
+            switch (names[i]) {
+                case 2: *(int *)values[i] = ranges[r].type; break;
+                case 3: *(u64 *)values[i] = ranges[r].seen_as + (pointer - ranges[r].start); break;
+                case 8: *(char *)values[i] = (char)ranges[r].managed; break;
+                case 9: *(int *)values[i] = ranges[r].ordinal; break;
+                case 10: *(char *)values[i] = (char)ranges[r].whole; break;
+                case 11: *(u64 *)values[i] = ranges[r].start; break;
+                case 12: *(u64 *)values[i] = ranges[r].bytes; break;
+                default: return INVALID_VALUE;
+            }
+        }
+        return 0;
+    }
+    return 0;
+}
+
+/* Streams by handle: 0x50C under capture, 0x50E beside one, 0x50B no stream, 0x501 of GPU 1, 0x506 of a green context. */
+CALL(cuStreamCreateWithPriority(void **stream, unsigned flags, int priority))
+    *stream = (void *)0x500;
+    return flags == 1 && priority == -5 ? 0 : UNKNOWN;
+}
+CALL(cuStreamSynchronize(void *stream)) return stream == (void *)0x500 ? 0 : UNKNOWN; }
+CALL(cuStreamQuery(void *stream)) (void)stream; return fake_not_ready > 0 && fake_not_ready-- ? NOT_READY : 0; }
+CALL(cuStreamIsCapturing(void *stream, int *status))
+    *status = stream == (void *)0x50C;
+    return stream == (void *)0x50E ? 906 : stream == (void *)0x50B ? INVALID_HANDLE : 0;
+}
+CALL(cuStreamGetId(void *stream, u64 *id)) *id = (u64)stream; return 0; }
+CALL(cuStreamGetCtx(void *stream, void **context))
+    *context = &contexts[stream == (void *)0x501 ? 1 : stream == (void *)0x506 ? 2 : 0];
+    return 0;
+}
+CALL(cuStreamGetDevice(void *stream, int *device)) *device = stream == (void *)0x501; return 0; }
+CALL(cuStreamWaitEvent(void *stream, void *event, unsigned flags)) (void)event; fake_waiting = stream; return (int)flags; }
+CALL(cuEventCreate(void **event, unsigned flags)) *event = (void *)0x700; return flags == 2 ? 0 : UNKNOWN; }
+CALL(cuEventRecord(void *event, void *stream)) (void)event; fake_recorded = stream; return 0; }
+
+CALL(cuMemGetAllocationGranularity(size_t *bytes, const int *properties, int option))
+    *bytes = PAGE;
+    return properties[0] == 1 && properties[1] == 1 && properties[2] == 1 && option == 1 ? 0 : UNKNOWN;
+}
+CALL(cuMemCreate(u64 *handle, size_t bytes, const void *properties, u64 flags))
+    *handle = 77;
+    return !properties || flags ? UNKNOWN : bytes % PAGE ? INVALID_VALUE : bytes > (1 << 30) ? 2 : 0;
+}
+CALL(cuMemRelease(u64 handle)) return handle == 77 ? 0 : INVALID_VALUE; }
+CALL(cuMemAddressReserve(u64 *address, size_t bytes, size_t alignment, u64 wish, u64 flags))
+    (void)alignment;
+    *address = (u64)fresh(bytes);
+    return wish || flags ? UNKNOWN : 0;
+}
+CALL(cuMemAddressFree(u64 address, size_t bytes)) (void)bytes; free((void *)address); return 0; }
+CALL(cuMemMap(u64 address, size_t bytes, size_t offset, u64 handle, u64 flags))
+    (void)address;
+    fake_mapped_bytes += (int)bytes;
+    return offset || handle != 77 || flags ? UNKNOWN : 0;
+}
+CALL(cuMemUnmap(u64 address, size_t bytes)) (void)address; fake_mapped_bytes -= (int)bytes; return 0; }
+CALL(cuMemSetAccess(u64 address, size_t bytes, const int *access, size_t count))
+    (void)address;
+    (void)bytes;
+    fake_access_count = (int)count;
+    return fake_fail_set_access || access[0] != 1 || access[2] != 3 ? UNKNOWN : 0;
+}
+
+#define ENTRY(name) { #name, (void *)name }
+static const struct { const char *name; void *function; } table[] = {
+    ENTRY(cuGetErrorName), ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName), ENTRY(cuDeviceGetUuid),
+    ENTRY(cuDeviceGetPCIBusId), ENTRY(cuDeviceGetAttribute), ENTRY(cuDeviceCanAccessPeer),
+    ENTRY(cuDevicePrimaryCtxRetain), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxGetDevice), ENTRY(cuCtxPushCurrent),
+    ENTRY(cuCtxPopCurrent), ENTRY(cuCtxGetStreamPriorityRange), ENTRY(cuThreadExchangeStreamCaptureMode),
+    ENTRY(cuModuleLoadData), ENTRY(cuModuleGetFunction), ENTRY(cuFuncLoad), ENTRY(cuFuncGetAttribute),
+    ENTRY(cuFuncGetParamInfo), ENTRY(cuLaunchKernel), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
+    ENTRY(cuMemHostRegister), ENTRY(cuMemHostUnregister), ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemsetD8Async),
+    ENTRY(cuPointerGetAttributes), ENTRY(cuStreamCreateWithPriority), ENTRY(cuStreamSynchronize), ENTRY(cuStreamQuery),
+    ENTRY(cuStreamIsCapturing), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamGetDevice), ENTRY(cuStreamWaitEvent),
+    ENTRY(cuEventCreate), ENTRY(cuEventRecord), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate),
+    ENTRY(cuMemRelease), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap),
+    ENTRY(cuMemSetAccess),
+};
+int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
+    *function = 0;
+    *found = 1;
+    if (flags || version > FAKE_VERSION || !strcmp(name, FAKE_WITHOUT)) return 0;
+    for (unsigned i = 0; i < sizeof table / sizeof *table; i++)
+        if (!strcmp(table[i].name, name)) *function = table[i].function, *found = 0;
+    return 0;
+}
