@@ -209,7 +209,7 @@ pub(crate) fn run(inits: Vec<Init>) -> Result<Progress> {
             // SAFETY: the caller vouches for `slot` until the outermost group has ended, which is now.
             Ok(_) => unsafe { slot.write_unaligned(handle) },
             // Those that were made go too; the error that counts is the one that is returned.
-            Err(_) => drop(life::abort(handle)),
+            Err(_) => drop(life::discard(handle)),
         }
     }
     outcome
@@ -230,7 +230,7 @@ fn begin(init: Init) -> Result<Begun> {
     let body = move |communicator: &Communicator| make(communicator, address, &ids, ctas, timeout);
     if let Err(error) = communicator.initialise(body) {
         drop(communicator);
-        life::abort(handle)?;
+        life::discard(handle)?;
         return Err(error);
     }
     Ok((slot, handle, communicator))
@@ -349,7 +349,7 @@ fn say_complete(communicator: &Communicator, address: usize, ids: &[UniqueId]) {
     } = communicator;
     info!(
         Init,
-        "ncclCommInitRank comm {address:#x} rank {rank} nranks {ranks} cudaDev {} device {} commId {:#018x} name {} - Init COMPLETE",
+        "ncclCommInitRank comm {address:#x} rank {rank} nranks {ranks} cudaDev {} busId {} commId {:#018x} name {} - Init COMPLETE",
         device.ordinal(),
         device.describe(),
         ids.first().map_or(0, |id| digest(&id.0)),
