@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::launch::{self, Engine};
 use crate::observe::log::{self, Level};
 use crate::{environment, group, info};
+use parking_lot::Once;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr::null_mut;
 use std::sync::Arc;
@@ -330,11 +331,14 @@ fn digest(bytes: &[u8]) -> u64 {
         .fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// The line that scripts look for: of rank 0 at VERSION and WARN, of every rank from INFO on.
+/// The lines that scripts look for: from rank 0 at VERSION and WARN, from any rank from INFO on; once a process.
 fn say_version(rank: u32) {
+    static SAID: Once = Once::new();
     if log::enabled(Level::Info, None) || rank == 0 && log::enabled(Level::Version, None) {
-        log::write(Level::Version, format_args!("{VERSION_LINE}"));
-        log::write(Level::Version, format_args!("Ossicle {}", env!("CARGO_PKG_VERSION")));
+        SAID.call_once(|| {
+            log::write(Level::Version, format_args!("{VERSION_LINE}"));
+            log::write(Level::Version, format_args!("Ossicle {}", env!("CARGO_PKG_VERSION")));
+        });
     }
 }
 
