@@ -17,7 +17,7 @@ use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memo
 use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Algorithm, Call, Choice, Profile};
-use crate::request::Request;
+use crate::request::{ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
 use layout::{Control, OneShotWork, ProgramWork};
@@ -101,37 +101,54 @@ impl Engine {
 
     /// Checks pointers and stream, plans. None: nothing to do (no elements, or one rank in place).
     pub fn prepare(&self, request: &Request) -> Result<Option<Work>> {
+        let stream_key = self.device.check_stream(request.stream)?;
+        if request.count == 0 {
+            return Ok(None);
+        }
         let call = Call {
             count: request.count,
             datatype: request.datatype,
             op: request.op,
         };
-        let stream_key = self.device.check_stream(request.stream)?;
-        if request.count == 0 {
-            return Ok(None);
-        }
-        let kernel = |family| Kernel {
-            family,
-            datatype: request.datatype,
-            op: request.op,
-        };
-        if kernel(KernelFamily::Program).index().is_none() {
+        if (Kernel {
+            family: KernelFamily::Program,
+            datatype: call.datatype,
+            op: call.op,
+        })
+        .index()
+        .is_none()
+        {
             return Err(Error::usage(format!(
-                "all-reduce of {} with {} is not built yet in this version of Ossicle (built: float, bfloat16, half, int32, \
-                 uint8, double with sum, max, avg); see docs/support.md",
-                request.datatype.name(),
-                request.op.name()
+                "all-reduce of {} with {} is not built yet in this version of Ossicle (built: float, bfloat16, half, \
+                 int32, uint8, double with sum, max, avg); see docs/support.md",
+                call.datatype.name(),
+                call.op.name()
             )));
         }
         self.check_buffer("sendbuff", request.send, &call)?;
         self.check_buffer("recvbuff", request.recv, &call)?;
-        if self.profile.ranks == 1
-            && request.send == request.recv.cast_const()
-            && request.op != crate::request::ReduceOp::Avg
-        {
+        let in_place = request.send == request.recv.cast_const();
+        if self.profile.ranks == 1 && in_place && request.op != ReduceOp::Avg {
             return Ok(None);
         }
         let choice = plan::choose(&self.profile, &call)?;
+        self.tell(&call, &choice);
+        let (family, arguments) = self.arguments(request, &choice);
+        let kernel = Kernel {
+            family,
+            datatype: call.datatype,
+            op: call.op,
+        };
+        Ok(Some(Work {
+            kernel,
+            choice,
+            arguments,
+            stream: request.stream,
+            stream_key,
+        }))
+    }
+
+    fn tell(&self, call: &Call, choice: &Choice) {
         info!(
             Coll,
             "AllReduce: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
@@ -145,12 +162,12 @@ impl Engine {
             choice.threads,
             choice.reason
         );
-        let (input, output, count) = (
-            request.send.cast::<u8>(),
-            request.recv.cast::<u8>(),
-            request.count as u64,
-        );
-        let (family, arguments) = match (choice.algorithm, &self.one_shot) {
+    }
+
+    /// The template of the chosen algorithm with the call's own values.
+    fn arguments(&self, request: &Request, choice: &Choice) -> (KernelFamily, Arguments) {
+        let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
+        match (choice.algorithm, &self.one_shot) {
             (Algorithm::OneShot, Some(template)) => (
                 KernelFamily::OneShot,
                 Arguments::OneShot(OneShotWork {
@@ -173,14 +190,7 @@ impl Engine {
                     }),
                 )
             }
-        };
-        Ok(Some(Work {
-            kernel: kernel(family),
-            choice,
-            arguments,
-            stream: request.stream,
-            stream_key,
-        }))
+        }
     }
 
     fn check_buffer(&self, name: &str, pointer: *const c_void, call: &Call) -> Result<()> {

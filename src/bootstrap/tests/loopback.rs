@@ -148,32 +148,6 @@ fn one_rank_with_default_settings_needs_no_interface() {
     eventually("the service ends", || threads_of_the_service() == 0);
 }
 
-/// Not a test of speed, which a busy machine decides: it prints what `docs` may quote.
-#[test]
-#[ignore = "prints the time of a join with two exchanges"]
-fn time_of_a_join() {
-    let _alone = alone();
-    for count in [2, 8, 64] {
-        let mut times: Vec<Duration> = (0..50)
-            .map(|_| {
-                let began = Instant::now();
-                let id = new_id();
-                let sessions = ranks(count, move |rank| {
-                    let session = join(&id, introduction(rank, count), TIMEOUT).unwrap().0;
-                    gather(&session, "x").unwrap();
-                    gather(&session, "y").unwrap();
-                    session
-                });
-                let time = began.elapsed();
-                sessions.into_iter().for_each(Session::leave);
-                time
-            })
-            .collect();
-        times.sort();
-        println!("{count} ranks: median {:?}, worst {:?}", times[25], times[49]);
-    }
-}
-
 #[test]
 fn an_id_serves_once() {
     let _alone = alone();
