@@ -1,70 +1,200 @@
 //! C programs that were built against NVIDIA's header run on this library: ranks as threads and as processes, on every
-//! path and with every algorithm.
+//! path and with every algorithm; what they see of the log; what bad settings get.
 
-mod programs;
+mod client;
 
-use programs::{compile, run, scratch, Program};
-use std::process::{Child, Command};
+use client::{checked, command, compile, finish, root, scratch, spawn, Header};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output};
 
-/// Asserts that a client ran to its end and that nothing failed.
-fn passed(output: std::process::Output, what: &str) {
-    let text = String::from_utf8_lossy(&output.stdout);
-    let errors = String::from_utf8_lossy(&output.stderr);
+type Settings<'a> = &'a [(&'a str, &'a str)];
+
+/// The all-reduce client, built in a folder of its own.
+fn all_reduce(test: &str) -> PathBuf {
+    compile(
+        "gcc",
+        Header::Nvidia,
+        &root().join("tests/c/all_reduce.c"),
+        &scratch(test),
+    )
+}
+
+fn in_threads(program: &Path, ranks: usize, settings: Settings) -> Command {
+    let mut command = command(program);
+    command
+        .args(["threads", &ranks.to_string()])
+        .envs(settings.iter().copied());
+    command
+}
+
+fn run(mut command: Command) -> Output {
+    finish(spawn(&mut command))
+}
+
+/// Asserts that a client ran to its end, and that all it checked was right.
+fn passes(command: Command, output: Output) {
+    let text = String::from_utf8_lossy(&checked(&command, output).stdout).into_owned();
     assert!(
-        output.status.success() && text.contains(" 0 failed"),
-        "{what}: {}\n{text}{errors}",
-        output.status
+        text.contains(" 0 failed") && !text.starts_with("0 passed"),
+        "{command:?}: {text}"
     );
 }
 
-fn in_threads(program: &Program, ranks: usize, settings: &[(&str, &str)]) {
-    let output = run(program
-        .command()
-        .args(["threads", &ranks.to_string()])
-        .envs(settings.iter().copied()));
-    passed(output, &format!("{ranks} threads {settings:?}"));
+fn passes_in_threads(program: &Path, ranks: usize, settings: Settings) {
+    let mut command = in_threads(program, ranks, settings);
+    let output = finish(spawn(&mut command));
+    passes(command, output);
 }
 
-fn in_processes(program: &Program, ranks: usize, settings: &[(&str, &str)]) {
-    let id = scratch("unique-id");
-    let start = |rank: usize| -> Child {
-        let mut command: Command = program.command();
+fn passes_in_processes(program: &Path, ranks: usize, settings: Settings) {
+    let id = program.with_extension(format!("{ranks}.id"));
+    let start = |rank: usize| -> (Command, Child) {
+        let mut command = command(program);
         command
             .args(["process", &ranks.to_string(), &rank.to_string()])
-            .arg(&id);
-        programs::spawn(command.envs(settings.iter().copied()))
+            .arg(&id)
+            .envs(settings.iter().copied());
+        let child = spawn(&mut command);
+        (command, child)
     };
-    let ranks: Vec<Child> = (0..ranks).map(start).collect();
-    for (rank, child) in ranks.into_iter().enumerate() {
-        passed(programs::finish(child), &format!("process of rank {rank} {settings:?}"));
+    let started: Vec<(Command, Child)> = (0..ranks).map(start).collect();
+    for (command, child) in started {
+        passes(command, finish(child));
     }
+    std::fs::remove_file(&id).unwrap();
 }
 
 #[test]
-fn a_c_client_reduces_exactly_with_8_threads() {
-    in_threads(&compile("all_reduce"), 8, &[]);
-}
-
-#[test]
-fn a_c_client_reduces_exactly_with_8_processes() {
-    in_processes(&compile("all_reduce"), 8, &[]);
+fn a_c_client_reduces_exactly_with_8_threads_and_in_8_processes() {
+    let program = all_reduce("eight");
+    passes_in_threads(&program, 8, &[]);
+    passes_in_processes(&program, 8, &[]);
 }
 
 #[test]
 fn every_path_and_algorithm_can_be_forced() {
-    let program = compile("all_reduce");
-    in_threads(&program, 4, &[("NCCL_P2P_DISABLE", "1")]);
-    in_threads(
-        &program,
-        4,
-        &[
-            ("NCCL_SHM_DISABLE", "1"),
-            ("NCCL_ALGO", "Ring"),
-            ("NCCL_MAX_NCHANNELS", "3"),
-            ("NCCL_MIN_NCHANNELS", "3"),
-        ],
+    let program = all_reduce("forced");
+    passes_in_threads(&program, 4, &[("NCCL_P2P_DISABLE", "1")]);
+    let three = [
+        ("NCCL_MIN_NCHANNELS", "3"),
+        ("NCCL_MAX_NCHANNELS", "3"),
+        ("NCCL_ALGO", "Ring"),
+    ];
+    passes_in_threads(&program, 4, &[&three[..], &[("NCCL_SHM_DISABLE", "1")]].concat());
+    passes_in_processes(&program, 2, &[("NCCL_ALGO", "allreduce:ring")]);
+    passes_in_threads(&program, 16, &[]);
+    passes_in_threads(&program, 1, &[]);
+}
+
+#[test]
+fn the_log_says_who_answers_which_path_and_which_plan() {
+    let program = all_reduce("log");
+    let quiet = run(in_threads(&program, 2, &[]));
+    assert!(quiet.stderr.is_empty(), "{}", String::from_utf8_lossy(&quiet.stderr));
+    let info = [
+        ("NCCL_DEBUG", "INFO"),
+        ("NCCL_DEBUG_SUBSYS", "INIT,COLL,ENV"),
+        ("NCCL_SHM_DISABLE", "no"),
+    ];
+    let file = program.with_extension("%p.log");
+    let mut command = in_threads(&program, 2, &info);
+    let child = spawn(command.env("NCCL_DEBUG_FILE", &file));
+    let log = file.to_str().unwrap().replace("%p", &child.id().to_string());
+    passes(command, finish(child));
+    let text = std::fs::read_to_string(log).unwrap();
+    for line in [
+        "NCCL version 2.28.9+cuda13.0\n",
+        "Ossicle 0.1.0\n",
+        "Init COMPLETE",
+        "via P2P: all ranks are in one process",
+        "-> OneShot (LL), 1 blocks of",
+        "-> Ring (Simple), 1 blocks of",
+        "NCCL_SHM_DISABLE is \"no\", which is not an integer: the default is used",
+    ] {
+        assert!(text.contains(line), "no line has {line:?} in\n{text}");
+    }
+    let version = run(in_threads(&program, 2, &[("NCCL_DEBUG", "version")]));
+    assert_eq!(
+        String::from_utf8_lossy(&version.stderr),
+        "NCCL version 2.28.9+cuda13.0\nOssicle 0.1.0\n"
     );
-    in_processes(&program, 2, &[("NCCL_ALGO", "allreduce:ring")]);
-    in_threads(&program, 16, &[]);
-    in_threads(&program, 1, &[]);
+}
+
+#[test]
+fn bad_settings_are_refused_by_name() {
+    let program = all_reduce("settings");
+    for (settings, sentences) in [
+        (
+            &[("NCCL_ALGO", "rings")][..],
+            &["NCCL_ALGO is \"rings\"", "OneShot, Ring"][..],
+        ),
+        (&[("NCCL_ALGO", "Tree")], &["NCCL_ALGO \"Tree\"", "Ring with Simple"]),
+        (&[("NCCL_PROTO", "LL256")], &["NCCL_PROTO is \"LL256\"", "LL, Simple"]),
+        (
+            &[("NCCL_NET", "carrier pigeon")],
+            &["NCCL_NET is \"carrier pigeon\"", "IB, Socket, HCA"],
+        ),
+        (
+            &[("NCCL_GPU_INITIATED", "2")],
+            &["NCCL_GPU_INITIATED is \"2\"", "0, 1, auto"],
+        ),
+        (
+            &[("OSSICLE_GPU_INITIATED", "yes")],
+            &["OSSICLE_GPU_INITIATED is \"yes\"", "0, 1, auto"],
+        ),
+        (
+            &[("OSSICLE_DEVICE", "tpu")],
+            &["OSSICLE_DEVICE is \"tpu\"", "host, cuda"],
+        ),
+        (&[("OSSICLE_DEVICE", "cuda")], &["OSSICLE_DEVICE"]),
+        (
+            &[("OSSICLE_INIT_TIMEOUT_MS", "soon")],
+            &["OSSICLE_INIT_TIMEOUT_MS is \"soon\""],
+        ),
+        (
+            &[("OSSICLE_WAIT_REPORT_MS", "-1")],
+            &["OSSICLE_WAIT_REPORT_MS is \"-1\""],
+        ),
+        (
+            &[("OSSICLE_WAIT_FAIL", "maybe")],
+            &["OSSICLE_WAIT_FAIL is \"maybe\"", "0, 1"],
+        ),
+        (
+            &[("NCCL_P2P_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")],
+            &["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"],
+        ),
+        (&[("NCCL_SOCKET_IFNAME", "=nosuch0")], &["nosuch0", "lo"]),
+        (&[("NCCL_COMM_ID", "nowhere")], &["nowhere"]),
+    ] {
+        let output = run(in_threads(&program, 2, &[settings, &[("NCCL_DEBUG", "WARN")]].concat()));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{settings:?} is accepted");
+        for sentence in sentences {
+            assert!(text.contains(sentence), "{settings:?}: no {sentence:?} in\n{text}");
+        }
+    }
+}
+
+#[test]
+fn ranks_on_different_hosts_are_told_both() {
+    let program = all_reduce("hosts");
+    let id = program.with_extension("id");
+    let start = |rank: usize| {
+        let mut command = command(&program);
+        command
+            .args(["process", "2", &rank.to_string()])
+            .arg(&id)
+            .env("NCCL_HOSTID", format!("host{rank}"));
+        spawn(&mut command)
+    };
+    let started: Vec<Child> = (0..2).map(start).collect();
+    for child in started {
+        let output = finish(child);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success());
+        assert!(
+            text.contains("rank 0 is on host") && text.contains("rank 1 on host"),
+            "{text}"
+        );
+    }
 }

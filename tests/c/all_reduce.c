@@ -5,6 +5,7 @@
  *
  * The data are small integers, so that sum, max and (with a power of two of ranks) avg are exact in every type and in
  * any order: a result is right or wrong, there is no tolerance. Prints 'N passed, N failed'. */
+#define _DEFAULT_SOURCE
 #include <nccl.h>
 #include <pthread.h>
 #include <stdint.h>

@@ -1,9 +1,16 @@
 //! C and C++ clients of the library under test: finding headers and the library, compiling, running.
 
+// Every test that includes this module uses a part of it.
+#![allow(dead_code)]
+
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A client that hangs is killed after this, and its test fails.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The cdylib that cargo built beside this test.
 pub(crate) fn library() -> PathBuf {
@@ -102,14 +109,45 @@ pub(crate) fn compile(compiler: &str, header: Header, source: &Path, folder: &Pa
     program
 }
 
-/// Runs a client on the host device; its output must say that all was well.
-pub(crate) fn run(program: &Path, arguments: &[&str]) -> String {
+/// A client on the host device, free of the caller's own NCCL settings.
+pub(crate) fn command(program: &Path) -> Command {
     let mut command = Command::new(program);
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("NCCL_") || text.starts_with("OSSICLE_") {
+            command.env_remove(&name);
+        }
+    }
+    command.env("OSSICLE_DEVICE", "host");
     command
-        .args(arguments)
-        .env("OSSICLE_DEVICE", "host")
-        .env_remove("NCCL_DEBUG");
-    String::from_utf8(succeed(&mut command).stdout).unwrap()
+}
+
+/// Starts a client whose output is kept.
+pub(crate) fn spawn(command: &mut Command) -> Child {
+    let child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    child.unwrap_or_else(|error| panic!("{command:?}: {error}"))
+}
+
+/// Waits for a client that prints little; one that outlasts PATIENCE is killed, which fails its test.
+pub(crate) fn finish(mut child: Child) -> Output {
+    let begun = Instant::now();
+    while begun.elapsed() < PATIENCE && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // Has no effect on one that has ended.
+    let _ = child.kill();
+    child.wait_with_output().unwrap()
+}
+
+/// Runs a client; its output must say that all was well.
+pub(crate) fn run(program: &Path, arguments: &[&str]) -> String {
+    let mut command = command(program);
+    let output = finish(spawn(command.args(arguments)));
+    String::from_utf8(checked(&command, output).stdout).unwrap()
 }
 
 /// Runs a tool of the system and returns what it prints.
@@ -119,6 +157,11 @@ pub(crate) fn tool<S: AsRef<OsStr>>(name: &str, arguments: &[S]) -> String {
 
 fn succeed(command: &mut Command) -> Output {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    checked(command, output)
+}
+
+/// The output of a command that must have succeeded.
+pub(crate) fn checked(command: &Command, output: Output) -> Output {
     assert!(
         output.status.success(),
         "{command:?}: {}\n{}{}",

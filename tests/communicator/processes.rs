@@ -235,7 +235,7 @@ struct Role {
 impl Role {
     fn start(name: &str, variables: &[(&str, &str)]) -> Role {
         let child = Command::new(std::env::current_exe().unwrap())
-            .args(["role", "--exact", "--nocapture", "--test-threads=1"])
+            .args(["processes::role", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, name)
             .env("OSSICLE_DEVICE", "host")
             .envs(variables.iter().copied())

@@ -61,7 +61,7 @@ pub(super) struct Driver {
     doors: HashMap<DoorKey, Door>,
     seats: BTreeMap<SeatId, Seat>,
     strangers: Strangers,
-    /// Answers to ranks that left, held until it is decided whether the thread ends.
+    /// Answers to ranks that left, held until it is known whether the thread ends with them.
     released: Vec<Sender<()>>,
 }
 
@@ -94,7 +94,10 @@ impl Driver {
             if self.is_idle() && service::may_end() {
                 return;
             }
-            self.released.clear();
+            // A rank that left last is to find the thread gone; what is closing here still needs it for a moment.
+            if !self.lines.values().any(|line| matches!(line.owner, Owner::Closing)) {
+                self.released.clear();
+            }
             for ready in self.wait() {
                 match ready {
                     Ready::Listener(id) => self.accept(id),
