@@ -122,6 +122,31 @@ theirs() {
     CUDA_MODULE_LOADING=EAGER "$nccl_tests" "${sweep[@]}" -c 1 "$@"
 }
 
+# What the library does besides adding right; see behaviour.cu.
+behaviour() {
+  local program=$out/behaviour name log status problem
+  ln -sfn "$library" "$out/libnccl.so.2"
+  if ! nvcc -std=c++17 -arch=native -I include ci/gpu/behaviour.cu -o "$program" -L "$out" -l:libnccl.so.2 -Xlinker -rpath="$out" \
+    >"$out/behaviour-build.log" 2>&1; then
+    failures+=("behaviour: does not compile: $(tail -n 1 "$out/behaviour-build.log")")
+    return
+  fi
+  for name in shared exclusive; do
+    runs=$((runs + 1)) log=$out/behaviour-$name.log status=0 problem=
+    (
+      [ "$name" = shared ] || unset NCCL_MULTI_RANK_GPU_ENABLE
+      OSSICLE_WAIT_REPORT_MS=200 NCCL_DEBUG=WARN timeout --kill-after=5 200 "$program" "$name"
+    ) >"$log" 2>&1 </dev/null || status=$?
+    grep -q '^[1-9][0-9]* passed, 0 failed$' "$log" || problem="exit status $status: $(grep -h '^failed' "$log" | head -n 1 | cut -c 1-200)"
+    if [ "$name" = shared ] && ! grep -q 'rank 0 waits for rank 1' "$log"; then problem+=" no line names the rank that is waited for"; fi
+    summary+=("$(printf '%-30s %s  %s' "behaviour-$name" "$(tail -n 1 "$log")" "${problem:-ok}")")
+    if [ -n "$problem" ]; then
+      failures+=("behaviour-$name: $problem")
+      say "FAILED behaviour-$name: $problem"
+    fi
+  done
+}
+
 own_program() {
   ossicle perf-2-ranks "$sweep_rows" "${sweep[@]}" -n 20 -w 5
   ossicle perf-8-ranks "$sweep_rows" "${sweep[@]}" -n 5 -w 1 --ranks 8
@@ -193,6 +218,7 @@ mkdir -p "$out"
 nvidia-smi --list-gpus >/dev/null 2>&1 || { say "there is no GPU here" >&2; exit 2; }
 find_nccl_tests
 own_program
+behaviour
 every_type_and_op
 again_and_again
 [ -z "${REFERENCE_NCCL:-}" ] || race

@@ -11,6 +11,7 @@
 //! itself first: a stranger who connects learns nothing but whether a key is known. Nothing here does I/O.
 
 use super::wire::Inbox;
+use hmac::digest::KeyInit;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
@@ -48,8 +49,10 @@ pub(super) fn derive(secret: &Secret, purpose: &str, salt: &[u8]) -> Secret {
 }
 
 fn mac(secret: &Secret, parts: &[&[u8]]) -> Hmac<Sha256> {
-    // HMAC takes a key of any length, so this cannot fail for 32 bytes.
-    let mut mac = <Hmac<Sha256> as Mac>::new_from_slice(secret).unwrap_or_else(|_| unreachable!());
+    // HMAC fills a shorter key with zeroes to the block of its hash.
+    let mut block = [0; 64];
+    block[..secret.len()].copy_from_slice(secret);
+    let mut mac = <Hmac<Sha256> as KeyInit>::new(&block.into());
     parts.iter().for_each(|part| mac.update(part));
     mac
 }
@@ -356,6 +359,18 @@ mod tests {
             let step = Doorman::default().handle(&mut inbox(bytes), [2; 32], |_| Some([9; 32]));
             assert_eq!(step == DoorStep::Wait, waits, "{bytes:?} gave {step:?}");
         }
+    }
+
+    #[test]
+    fn the_mac_is_hmac_sha256() {
+        let mut key = [0; 32];
+        key[..4].copy_from_slice(b"Jefe");
+        let mac: [u8; 32] = mac(&key, &[b"what do ya want ", b"for nothing?"])
+            .finalize()
+            .into_bytes()
+            .into();
+        // RFC 4231, test case 2; HMAC's own padding makes the zeroes part of the same key.
+        assert_eq!(mac[..8], [0x5b, 0xdc, 0xc1, 0x46, 0xbf, 0x60, 0x75, 0x4e]);
     }
 
     #[test]

@@ -2,8 +2,10 @@
 //!
 //! Choosing is pure; the one unsafe leaf is `list`, around getifaddrs.
 
+use super::link::{describe, with_descriptors};
 use super::wire::cut;
 use crate::error::{Error, Result};
+use rustix::io::Errno;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV6};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,13 +148,19 @@ fn is_link_local(ip: IpAddr) -> bool {
 /// The addresses of all interfaces that are up, in the kernel's order.
 pub(super) fn list() -> Result<Vec<Interface>> {
     let mut head = std::ptr::null_mut();
-    // SAFETY: `head` is a valid place for the list's address; it is read only if the call succeeds.
-    if unsafe { libc::getifaddrs(&mut head) } != 0 {
-        let error = std::io::Error::last_os_error();
-        return Err(Error::system(format!(
-            "cannot list the network interfaces (getifaddrs): {error}"
-        )));
-    }
+    with_descriptors(|| {
+        // SAFETY: `head` is a valid place for the list's address; it is read only if the call succeeds.
+        match unsafe { libc::getifaddrs(&mut head) } {
+            0 => Ok(()),
+            _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)),
+        }
+    })
+    .map_err(|errno| {
+        Error::system(format!(
+            "cannot list the network interfaces (getifaddrs): {}",
+            describe(errno)
+        ))
+    })?;
     let mut found = Vec::new();
     let mut next = head;
     while !next.is_null() {

@@ -4,7 +4,7 @@
 
 use super::wire::Inbox;
 use rustix::event::PollFlags;
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{self, sockopt, AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
@@ -30,24 +30,12 @@ pub(super) fn describe(errno: Errno) -> String {
     }
 }
 
-/// A socket; at the limit of open files the soft limit is raised to the hard one once, as NCCL's root does it always.
-fn socket(address: SocketAddr) -> Result<OwnedFd, Errno> {
-    let family = if address.is_ipv4() {
-        AddressFamily::INET
-    } else {
-        AddressFamily::INET6
-    };
-    let make = || {
-        net::socket_with(
-            family,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )
-    };
+/// Does what needs a descriptor; at the limit of open files the soft limit is raised to the hard one once. (NCCL's
+/// root raises it always.)
+pub(super) fn with_descriptors<T>(mut make: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     match make() {
         Err(Errno::MFILE) if raise_file_limit() => make(),
-        result => result,
+        made => made,
     }
 }
 
@@ -62,6 +50,26 @@ fn raise_file_limit() -> bool {
             },
         )
         .is_ok()
+}
+
+/// A descriptor of 3 or more: in a process that closed 0 to 2 a log line would be written into a connection.
+pub(super) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
+    match fd.as_raw_fd() {
+        0..=2 => rustix::io::fcntl_dupfd_cloexec(&fd, 3),
+        _ => Ok(fd),
+    }
+}
+
+fn socket(address: SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = if address.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    above_standard(with_descriptors(|| {
+        net::socket_with(family, SocketType::STREAM, flags, None)
+    })?)
 }
 
 pub(super) struct Listener(OwnedFd);
@@ -80,13 +88,9 @@ impl Listener {
 
     /// None when nobody waits.
     pub(super) fn accept(&self) -> Result<Option<Link>, Errno> {
-        let accept = || net::accept_with(&self.0, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
-        let result = match accept() {
-            Err(Errno::MFILE) if raise_file_limit() => accept(),
-            result => result,
-        };
-        match result {
-            Ok(fd) => Ok(Some(Link::new(fd, false))),
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        match with_descriptors(|| net::accept_with(&self.0, flags)) {
+            Ok(fd) => Ok(Some(Link::new(above_standard(fd)?, false))),
             Err(Errno::AGAIN) => Ok(None),
             Err(errno) => Err(errno),
         }

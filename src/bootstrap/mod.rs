@@ -19,6 +19,7 @@
 //! dies later is noticed. Rounds of the star run in lock-step: a rank sends its next contribution after the previous
 //! round ended for it.
 
+mod answer;
 mod driver;
 mod handshake;
 mod hub;

@@ -4,8 +4,10 @@
 //! it ends is decided under the lock that a command is posted under, so that no command is lost. After a fork the
 //! child has no such thread; its first command starts one of its own.
 
+use super::answer::Reply;
 use super::driver::Driver;
 use super::handshake::Secret;
+use super::link::{above_standard, describe, with_descriptors};
 use super::member::Farewell;
 use super::rendezvous::{already_used, Outcome};
 use super::unique_id::Root;
@@ -18,7 +20,6 @@ use rustix::fd::OwnedFd;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -36,18 +37,18 @@ pub(super) enum Command {
         uid: u64,
         secret: Secret,
         bind: SocketAddr,
-        reply: Sender<Result<SocketAddr>>,
+        reply: Reply<Result<SocketAddr>>,
     },
     Join {
         seat: SeatId,
         join: Join,
-        reply: Sender<Result<Vec<Introduction>>>,
+        reply: Reply<Result<Vec<Introduction>>>,
     },
     Contribute {
         seat: SeatId,
         payload: Result<Vec<u8>>,
         timeout: Duration,
-        reply: Sender<Gathered>,
+        reply: Reply<Gathered>,
     },
     Watch {
         seat: SeatId,
@@ -57,7 +58,7 @@ pub(super) enum Command {
     End {
         seat: SeatId,
         farewell: Farewell,
-        done: Sender<()>,
+        done: Reply<()>,
     },
 }
 
@@ -130,8 +131,10 @@ fn start(shared: &mut Shared) -> Result<Arc<OwnedFd>> {
             shared.commands.clear();
         }
     }
-    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", super::link::describe(errno))))?;
+    let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+    let wake = with_descriptors(|| eventfd(0, flags))
+        .and_then(above_standard)
+        .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", describe(errno))))?;
     let wake = Arc::new(wake);
     let driver = Driver::new(wake.clone());
     let thread = std::thread::Builder::new()
@@ -178,10 +181,10 @@ fn end(shared: &mut Shared) {
 
 /// Waits for the thread if it decided to end, so that a caller who ended its last session finds no thread left.
 pub(super) fn reap() {
-    let mut shared = SHARED.lock();
     let ending =
         |running: &mut Running| running.wake.is_none() && running.pid == std::process::id() && running.thread.is_some();
-    if let Some(running) = shared.running.take_if(ending) {
+    let ended = SHARED.lock().running.take_if(ending);
+    if let Some(running) = ended {
         join(running);
     }
 }

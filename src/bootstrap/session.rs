@@ -2,6 +2,7 @@
 //!
 //! Callers wait on a channel that the bootstrap thread answers, with a deadline, and look at their `Cancel` every 50 ms.
 
+use super::answer::{self, Answer, NoAnswer};
 use super::interfaces;
 use super::member::Farewell;
 use super::service::{self, Command, Join, Report, SeatId};
@@ -12,7 +13,6 @@ use super::{named, Cancel, Introduction, PeerEvent, GRACE};
 use crate::error::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// How often a caller that waits looks at its `Cancel`.
@@ -32,7 +32,7 @@ pub(super) fn create_unique_id_with(settings: &Settings) -> Result<UniqueId> {
     let bind = listening_address(settings, None)?;
     let uid = u64::from_ne_bytes(random()?);
     let secret = random()?;
-    let (reply, answer) = mpsc::channel();
+    let (reply, answer) = answer::pair();
     service::post(Command::OpenRendezvous {
         uid,
         secret,
@@ -123,7 +123,7 @@ impl Session {
         };
         let spent = if rank == 0 { others.to_vec() } else { Vec::new() };
         let seat = service::new_seat();
-        let (reply, answer) = mpsc::channel();
+        let (reply, answer) = answer::pair();
         service::post(Command::Join {
             seat,
             join: Join {
@@ -165,7 +165,7 @@ impl Session {
             ));
         }
         let timeout = bounded(timeout);
-        let (reply, answer) = mpsc::channel();
+        let (reply, answer) = answer::pair();
         service::post(Command::Contribute {
             seat,
             payload,
@@ -179,7 +179,8 @@ impl Session {
     }
 
     /// Calls `report` from a library thread, at most once a rank, when another rank is lost or aborts. What happened
-    /// before is reported at once. `report` must return soon and must not end this session.
+    /// before is reported at once. `report` must return soon; it must neither end this session
+    /// nor own it.
     pub fn watch(&self, report: Box<dyn Fn(PeerEvent) + Send>) {
         let report: Report = report;
         if let Some(seat) = self.seat {
@@ -201,10 +202,10 @@ impl Session {
     /// Returns when the star knows, or after a second: the process may exit right afterwards.
     fn end(&mut self, farewell: Farewell) {
         let Some(seat) = self.seat.take() else { return };
-        let (done, answer) = mpsc::channel();
+        let (done, answer) = answer::pair();
         if service::post(Command::End { seat, farewell, done }).is_ok() {
             // The answer is that the sender is dropped.
-            let _ = answer.recv_timeout(GRACE);
+            let _ = answer.wait(GRACE);
         }
         service::reap();
     }
@@ -245,16 +246,16 @@ fn check(introduction: &Introduction) -> Result<()> {
 }
 
 /// The thread's answer; an error when it is cancelled, late, or the thread ended.
-fn wait<T>(answer: &Receiver<T>, timeout: Duration, cancel: Option<&Cancel>) -> Result<T> {
+fn wait<T>(answer: &Answer<T>, timeout: Duration, cancel: Option<&Cancel>) -> Result<T> {
     let deadline = Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match answer.recv_timeout(left.min(CANCEL_INTERVAL)) {
+        match answer.wait(left.min(CANCEL_INTERVAL)) {
             Ok(value) => return Ok(value),
-            Err(RecvTimeoutError::Disconnected) => {
+            Err(NoAnswer::Gone) => {
                 return Err(Error::internal("the bootstrap thread ended with an answer outstanding"));
             }
-            Err(RecvTimeoutError::Timeout) => {}
+            Err(NoAnswer::Late) => {}
         }
         if cancel.is_some_and(Cancel::is_set) {
             return Err(Error::usage("the call was ended by ncclCommAbort"));

@@ -11,7 +11,6 @@ use sha2::{Digest, Sha256};
 use std::io::Read;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
 use std::time::Duration;
 
 /// A resolver that hangs costs this much and no more.
@@ -138,18 +137,18 @@ pub(super) fn split_host_and_port(text: &str) -> Result<(&str, u16)> {
 
 /// The first address of `host` that has the wanted family. The system's resolver knows no deadline, so it runs beside.
 fn resolve(host: &str, port: u16, family: Option<Family>) -> Result<SocketAddr> {
-    let (sender, receiver) = mpsc::channel();
+    let (reply, answer) = super::answer::pair();
     let question = (host.to_owned(), port);
     std::thread::Builder::new()
         .name("ossicle-name".into())
         .spawn(move || {
             let found = question.to_socket_addrs().map(|found| found.collect::<Vec<_>>());
             // Nobody waits any more if the resolver was slower than the deadline.
-            let _ = sender.send(found);
+            let _ = reply.send(found);
         })
         .map_err(|error| Error::system(format!("cannot start a thread to resolve \"{host}\": {error}")))?;
     let failed = |why: &str| Error::system(format!("NCCL_COMM_ID: cannot resolve the host name \"{host}\": {why}"));
-    match receiver.recv_timeout(RESOLVE_TIMEOUT) {
+    match answer.wait(RESOLVE_TIMEOUT) {
         Err(_) => Err(failed(&format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()))),
         Ok(Err(error)) => Err(failed(&error.to_string())),
         Ok(Ok(found)) => found

@@ -35,9 +35,9 @@ pub(super) struct HubAddress {
 /// What became of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fate {
-    Lost,
-    Aborted,
-    Left,
+    Lost = 0,
+    Aborted = 1,
+    Left = 2,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -236,10 +236,10 @@ impl Message {
     pub(super) fn emit(&self, out: &mut Vec<u8>) {
         let start = out.len();
         out.extend_from_slice(&[0; HEADER_BYTES]);
-        let kind = self.write_body(&mut Writer(out));
+        self.write_body(&mut Writer(out));
         let body_bytes = (out.len() - start - HEADER_BYTES) as u32;
         out[start..start + 4].copy_from_slice(&body_bytes.to_le_bytes());
-        out[start + 4] = kind;
+        out[start + 4] = self.kind();
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
@@ -248,7 +248,27 @@ impl Message {
         out
     }
 
-    fn write_body(&self, writer: &mut Writer) -> u8 {
+    fn kind(&self) -> u8 {
+        match self {
+            Message::Join { .. } => 1,
+            Message::Roster { .. } => 2,
+            Message::Member { .. } => 3,
+            Message::Refused { .. } => 4,
+            Message::Settled => 5,
+            Message::Withdraw { .. } => 6,
+            Message::Spent => 7,
+            Message::Attach { .. } => 8,
+            Message::Complete => 9,
+            Message::Contribution { .. } => 10,
+            Message::Part { .. } => 11,
+            Message::RoundFailed { .. } => 12,
+            Message::Farewell => 13,
+            Message::Aborting => 14,
+            Message::Event { .. } => 15,
+        }
+    }
+
+    fn write_body(&self, writer: &mut Writer) {
         match self {
             Message::Join {
                 timeout_ms,
@@ -258,27 +278,13 @@ impl Message {
                 writer.u64(*timeout_ms);
                 writer.hub(hub.as_ref());
                 writer.introduction(introduction);
-                1
             }
             Message::Roster { ranks, hub } => {
                 writer.u32(*ranks);
                 writer.hub(hub.as_ref());
-                2
             }
-            Message::Member { introduction } => {
-                writer.introduction(introduction);
-                3
-            }
-            Message::Refused { error } => {
-                writer.error(error);
-                4
-            }
-            Message::Settled => 5,
-            Message::Withdraw { error } => {
-                writer.error(error);
-                6
-            }
-            Message::Spent => 7,
+            Message::Member { introduction } => writer.introduction(introduction),
+            Message::Refused { error } | Message::Withdraw { error } => writer.error(error),
             Message::Attach {
                 rank,
                 timeout_ms,
@@ -287,9 +293,7 @@ impl Message {
                 writer.u32(*rank);
                 writer.u64(*timeout_ms);
                 writer.text(place, MAX_PLACE_BYTES);
-                8
             }
-            Message::Complete => 9,
             Message::Contribution {
                 round,
                 timeout_ms,
@@ -297,40 +301,26 @@ impl Message {
             } => {
                 writer.u64(*round);
                 writer.u64(*timeout_ms);
+                writer.u8(payload.is_err().into());
                 match payload {
-                    Ok(payload) => {
-                        writer.u8(0);
-                        writer.bytes(payload);
-                    }
-                    Err(error) => {
-                        writer.u8(1);
-                        writer.error(error);
-                    }
+                    Ok(payload) => writer.bytes(payload),
+                    Err(error) => writer.error(error),
                 }
-                10
             }
             Message::Part { round, payload } => {
                 writer.u64(*round);
                 writer.bytes(payload);
-                11
             }
             Message::RoundFailed { round, error } => {
                 writer.u64(*round);
                 writer.error(error);
-                12
             }
-            Message::Farewell => 13,
-            Message::Aborting => 14,
             Message::Event { rank, fate, place } => {
                 writer.u32(*rank);
-                writer.u8(match fate {
-                    Fate::Lost => 0,
-                    Fate::Aborted => 1,
-                    Fate::Left => 2,
-                });
+                writer.u8(*fate as u8);
                 writer.text(place, MAX_PLACE_BYTES);
-                15
             }
+            Message::Settled | Message::Spent | Message::Complete | Message::Farewell | Message::Aborting => {}
         }
     }
 }

@@ -6,7 +6,7 @@ use super::super::link::{describe, Link, Listener};
 use super::super::member::DoorTrouble;
 use super::super::rendezvous::{already_used, refuse, Outcome, Rendezvous};
 use super::super::service;
-use super::super::unique_id::Root;
+use super::super::unique_id::{Host, Root};
 use super::super::wire::Message;
 use super::super::{Effect, PeerId};
 use super::{Driver, Line, ListenerId, Owner, STRANGER_TIMEOUT};
@@ -226,6 +226,18 @@ impl Driver {
         if self.doors.get(&key).is_some_and(unfinished) {
             self.doors.remove(&key);
             self.close_guests(key);
+        }
+    }
+
+    /// Rank 0 opened the `NCCL_COMM_ID` address and gave up before anyone came: nothing would ever end that root.
+    pub(super) fn drop_untouched_root(&mut self, root: &Root) {
+        let key = DoorKey {
+            role: Role::Rendezvous,
+            number: root.uid,
+        };
+        let untouched = |door: &Door| matches!(&door.machine, Machine::Root(machine) if machine.is_untouched());
+        if root.host == Host::RankZero && self.doors.get(&key).is_some_and(untouched) {
+            self.remove_door(key);
         }
     }
 

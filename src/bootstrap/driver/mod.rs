@@ -7,6 +7,7 @@ mod doors;
 mod seats;
 mod traffic;
 
+use super::answer::Reply;
 use super::handshake::{Caller, DoorKey, Doorman};
 use super::link::Link;
 use super::member::Side;
@@ -17,7 +18,6 @@ use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::fd::OwnedFd;
 use seats::Seat;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::mpsc::Sender;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -62,7 +62,7 @@ pub(super) struct Driver {
     seats: BTreeMap<SeatId, Seat>,
     strangers: Strangers,
     /// Answers to ranks that left, held until it is known whether the thread ends with them.
-    released: Vec<Sender<()>>,
+    released: Vec<Reply<()>>,
 }
 
 enum Ready {

@@ -1,5 +1,6 @@
 //! The ranks of this process: their commands, and what their machines ask for.
 
+use super::super::answer::Reply;
 use super::super::handshake::{Caller, DoorKey, Role, Secret};
 use super::super::link::{describe, Link};
 use super::super::member::{star_secret, Action, Member, Side, Trouble};
@@ -11,7 +12,6 @@ use super::super::{Introduction, PeerEvent, PeerId};
 use super::{Driver, Owner, STRANGER_TIMEOUT};
 use crate::error::Result;
 use std::net::SocketAddr;
-use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 pub(super) struct Seat {
@@ -21,12 +21,12 @@ pub(super) struct Seat {
     star: Option<DoorKey>,
     root_line: Option<PeerId>,
     star_line: Option<PeerId>,
-    joined: Option<Sender<Result<Vec<Introduction>>>>,
-    gathered: Option<Sender<Gathered>>,
+    joined: Option<Reply<Result<Vec<Introduction>>>>,
+    gathered: Option<Reply<Gathered>>,
     report: Option<Report>,
     /// What happened before `watch`.
     unreported: Vec<PeerEvent>,
-    leaving: Vec<Sender<()>>,
+    leaving: Vec<Reply<()>>,
 }
 
 impl Seat {
@@ -87,7 +87,7 @@ impl Driver {
         }
     }
 
-    fn handle_join(&mut self, seat: SeatId, join: Join, reply: Sender<Result<Vec<Introduction>>>) {
+    fn handle_join(&mut self, seat: SeatId, join: Join, reply: Reply<Result<Vec<Introduction>>>) {
         let Join {
             root,
             spent,
@@ -207,11 +207,12 @@ impl Driver {
                 None => seat.unreported.push(event),
             },
             Action::Done => {
-                let star = seat.star;
+                let (star, root) = (seat.star, seat.root);
                 let seat = self.seats.remove(&id);
                 self.released.extend(seat.into_iter().flat_map(|seat| seat.leaving));
                 if let Some(star) = star {
                     self.drop_unfinished_star(star);
+                    self.drop_untouched_root(&root);
                 }
             }
         }

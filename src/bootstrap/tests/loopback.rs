@@ -92,7 +92,9 @@ fn an_error_contribution_is_everyones_and_the_session_goes_on() {
 
 #[test]
 fn contradictions_reach_every_rank_with_both_sides_named() {
-    let _alone = alone();
+    if !in_its_own_process("loopback::contradictions_reach_every_rank_with_both_sides_named") {
+        return;
+    }
     type Change = fn(&mut Introduction);
     let cases: [(Change, &str); 4] = [
         (
@@ -130,6 +132,46 @@ fn a_missing_rank_is_named_to_those_that_came() {
         late.code == Code::InvalidUsage && late.text.contains("already used"),
         "{late}"
     );
+}
+
+#[test]
+fn one_rank_with_default_settings_needs_no_interface() {
+    if !in_its_own_process("loopback::one_rank_with_default_settings_needs_no_interface") {
+        return;
+    }
+    let settings = Settings::default();
+    let id = create_unique_id_with(&settings).unwrap();
+    let joined = Session::join_with(&settings, &[id], introduction(0, 1), TIMEOUT, &Cancel::default()).unwrap();
+    assert_eq!(joined.1, [introduction(0, 1)]);
+    assert_eq!(gather(&joined.0, "x").unwrap(), ["x"]);
+    joined.0.abort();
+    eventually("the service ends", || threads_of_the_service() == 0);
+}
+
+/// Not a test of speed, which a busy machine decides: it prints what `docs` may quote.
+#[test]
+#[ignore = "prints the time of a join with two exchanges"]
+fn time_of_a_join() {
+    let _alone = alone();
+    for count in [2, 8, 64] {
+        let mut times: Vec<Duration> = (0..50)
+            .map(|_| {
+                let began = Instant::now();
+                let id = new_id();
+                let sessions = ranks(count, move |rank| {
+                    let session = join(&id, introduction(rank, count), TIMEOUT).unwrap().0;
+                    gather(&session, "x").unwrap();
+                    gather(&session, "y").unwrap();
+                    session
+                });
+                let time = began.elapsed();
+                sessions.into_iter().for_each(Session::leave);
+                time
+            })
+            .collect();
+        times.sort();
+        println!("{count} ranks: median {:?}, worst {:?}", times[25], times[49]);
+    }
 }
 
 #[test]
@@ -187,7 +229,9 @@ fn impossible_introductions_are_refused_at_once() {
 
 #[test]
 fn cancel_ends_a_join_and_the_others_hear_of_it() {
-    let _alone = alone();
+    if !in_its_own_process("loopback::cancel_ends_a_join_and_the_others_hear_of_it") {
+        return;
+    }
     let id = new_id();
     let cancel = Cancel::default();
     let flag = cancel.0.clone();
@@ -248,7 +292,9 @@ fn a_gather_ends_by_deadline_by_cancel_and_by_death() {
 
 #[test]
 fn an_abort_is_reported_once_to_each_other_rank_and_a_farewell_never() {
-    let _alone = alone();
+    if !in_its_own_process("loopback::an_abort_is_reported_once_to_each_other_rank_and_a_farewell_never") {
+        return;
+    }
     let mut sessions = communicator(4);
     // Before the watch began.
     sessions.remove(3).abort();
@@ -303,7 +349,9 @@ fn several_sessions_live_side_by_side() {
 
 #[test]
 fn a_scalable_init_meets_at_the_first_id_and_uses_up_the_others() {
-    let _alone = alone();
+    if !in_its_own_process("loopback::a_scalable_init_meets_at_the_first_id_and_uses_up_the_others") {
+        return;
+    }
     let ids = [new_id(), new_id(), new_id()];
     ranks(4, move |rank| {
         let introduction = introduction(rank, 4);
@@ -330,7 +378,9 @@ fn free_port(ip: &str) -> Option<std::net::SocketAddr> {
 
 #[test]
 fn nccl_comm_id_serves_communicator_after_communicator() {
-    let _alone = alone();
+    if !in_its_own_process("loopback::nccl_comm_id_serves_communicator_after_communicator") {
+        return;
+    }
     for (ip, secret) in [("127.0.0.1", None), ("127.0.0.1", Some("swordfish")), ("::1", None)] {
         let Some(address) = free_port(ip) else { continue };
         let secret = read_secret(secret.map(str::to_owned), None).unwrap();
@@ -397,7 +447,9 @@ fn nccl_comm_id_with_two_secrets_or_a_foreign_address_fails() {
 
 #[test]
 fn three_hundred_cycles_leave_nothing_behind() {
-    let _alone = alone();
+    if !in_its_own_process("loopback::three_hundred_cycles_leave_nothing_behind") {
+        return;
+    }
     eventually("the service ends", || threads_of_the_service() == 0);
     let before = descriptors();
     for cycle in 0..300 {

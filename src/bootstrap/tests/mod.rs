@@ -3,6 +3,7 @@
 mod hub;
 mod loopback;
 mod member;
+mod processes;
 mod rendezvous;
 mod strangers;
 mod wire;
@@ -16,10 +17,27 @@ use std::time::{Duration, Instant};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The service is one a process: tests that count threads and descriptors, or scan ports, run one at a time.
+/// One at a time: deadlines of a few hundred milliseconds are part of these tests.
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock()
+}
+
+/// For a test that counts threads or descriptors, which are one set a process: false after it ran in a process of its
+/// own, true in that process (and where a person asked for exactly this test).
+fn in_its_own_process(test: &str) -> bool {
+    if std::env::args().any(|argument| argument == "--exact") {
+        return true;
+    }
+    let _alone = alone();
+    let name = format!("bootstrap::tests::{test}");
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", &name])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    false
 }
 
 fn introduction(rank: u32, ranks: u32) -> Introduction {

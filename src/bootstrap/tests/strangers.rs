@@ -1,8 +1,10 @@
 //! Port scanners at the bootstrap port, before and while the ranks join.
 
-use super::super::handshake::{Caller, DoorKey, Role};
+use super::super::handshake::{Caller, CallerStep, DoorKey, Role};
 use super::super::unique_id::Root;
+use super::super::wire::{Inbox, Message};
 use super::*;
+use crate::error::Code;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 
@@ -51,7 +53,7 @@ fn abuse(address: SocketAddr) -> Vec<TcpStream> {
     open.push(half);
     for _ in 0..10 {
         let reset = connect(address);
-        socket2::SockRef::from(&reset).set_linger(Some(Duration::ZERO)).unwrap();
+        rustix::net::sockopt::set_socket_linger(&reset, Some(Duration::ZERO)).unwrap();
     }
     open
 }
@@ -70,7 +72,9 @@ fn assert_hung_up(mut stream: TcpStream) {
 
 #[test]
 fn scanners_neither_stall_nor_spoil_a_join() {
-    let _alone = alone();
+    if !in_its_own_process("strangers::scanners_neither_stall_nor_spoil_a_join") {
+        return;
+    }
     eventually("the service ends", || threads_of_the_service() == 0);
     let before = descriptors();
     let id = new_id();
@@ -99,34 +103,64 @@ fn a_crowd_of_silent_strangers_is_bounded_and_lets_ranks_in() {
     drop(crowd);
 }
 
+/// A connection to the root that passed the handshake.
+fn proved(root: &Root) -> TcpStream {
+    let mut stream = connect(root.address);
+    let key = DoorKey {
+        role: Role::Rendezvous,
+        number: root.uid,
+    };
+    let mut caller = Caller::new(key, root.secret, [3; 32]);
+    let mut inbox = Inbox::default();
+    stream.write_all(&caller.hello()).unwrap();
+    loop {
+        let mut answer = [0; 33];
+        stream.read_exact(&mut answer).unwrap();
+        inbox.push(&answer);
+        match caller.handle(&mut inbox) {
+            CallerStep::Send(proof) => stream.write_all(&proof).unwrap(),
+            step => {
+                assert_eq!(step, CallerStep::Ready);
+                return stream;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_while_joining_is_named_to_the_others() {
+    let _alone = alone();
+    let id = new_id();
+    let mut dying = proved(&Root::parse(&id).unwrap());
+    let join_message = Message::Join {
+        timeout_ms: 30_000,
+        hub: None,
+        introduction: introduction(2, 4),
+    };
+    dying.write_all(&join_message.to_bytes()).unwrap();
+    let waiting = std::thread::spawn(move || join(&id, introduction(1, 4), TIMEOUT).map(|_| ()));
+    drop(dying);
+    let error = waiting.join().unwrap().unwrap_err();
+    assert!(error.text.contains("rank 2 (host:102) died"), "{error}");
+    let late = join(&id, introduction(0, 4), TIMEOUT).map(|_| ()).unwrap_err();
+    assert!(
+        late.code == Code::InvalidUsage && late.text.contains("rank 2 (host:102) died"),
+        "{late}"
+    );
+}
+
 #[test]
 fn what_a_proved_rank_sends_out_of_order_costs_only_itself() {
     let _alone = alone();
     let id = new_id();
     let root = Root::parse(&id).unwrap();
-    let key = DoorKey {
-        role: Role::Rendezvous,
-        number: root.uid,
-    };
     for rubbish in [
         &[0xff; 64][..],
         &[4, 0, 0, 0, 13, 0, 0, 0, 1, 2, 3, 4],
         &[0, 0, 0, 0, 9, 0, 0, 0],
         &[0, 0, 0, 0, 5, 0, 0, 0],
     ] {
-        let mut stream = connect(root.address);
-        let mut caller = Caller::new(key, root.secret, [3; 32]);
-        let mut inbox = super::super::wire::Inbox::default();
-        stream.write_all(&caller.hello()).unwrap();
-        loop {
-            let mut answer = [0; 33];
-            stream.read_exact(&mut answer).unwrap();
-            inbox.push(&answer);
-            match caller.handle(&mut inbox) {
-                super::super::handshake::CallerStep::Send(proof) => stream.write_all(&proof).unwrap(),
-                step => break assert_eq!(step, super::super::handshake::CallerStep::Ready),
-            }
-        }
+        let mut stream = proved(&root);
         stream.write_all(rubbish).unwrap();
         assert_hung_up(stream);
     }
