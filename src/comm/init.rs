@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::launch::{self, Engine};
 use crate::observe::log::{self, Level};
 use crate::{environment, group, info};
+use parking_lot::Once;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr::null_mut;
 use std::sync::Arc;
@@ -209,7 +210,7 @@ pub(crate) fn run(inits: Vec<Init>) -> Result<Progress> {
             // SAFETY: the caller vouches for `slot` until the outermost group has ended, which is now.
             Ok(_) => unsafe { slot.write_unaligned(handle) },
             // Those that were made go too; the error that counts is the one that is returned.
-            Err(_) => drop(life::abort(handle)),
+            Err(_) => drop(life::discard(handle)),
         }
     }
     outcome
@@ -230,7 +231,7 @@ fn begin(init: Init) -> Result<Begun> {
     let body = move |communicator: &Communicator| make(communicator, address, &ids, ctas, timeout);
     if let Err(error) = communicator.initialise(body) {
         drop(communicator);
-        life::abort(handle)?;
+        life::discard(handle)?;
         return Err(error);
     }
     Ok((slot, handle, communicator))
@@ -330,11 +331,14 @@ fn digest(bytes: &[u8]) -> u64 {
         .fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// The line that scripts look for: of rank 0 at VERSION and WARN, of every rank from INFO on.
+/// The lines that scripts look for: from rank 0 at VERSION and WARN, from any rank from INFO on; once a process.
 fn say_version(rank: u32) {
+    static SAID: Once = Once::new();
     if log::enabled(Level::Info, None) || rank == 0 && log::enabled(Level::Version, None) {
-        log::write(Level::Version, format_args!("{VERSION_LINE}"));
-        log::write(Level::Version, format_args!("Ossicle {}", env!("CARGO_PKG_VERSION")));
+        SAID.call_once(|| {
+            log::write(Level::Version, format_args!("{VERSION_LINE}"));
+            log::write(Level::Version, format_args!("Ossicle {}", env!("CARGO_PKG_VERSION")));
+        });
     }
 }
 
@@ -349,7 +353,7 @@ fn say_complete(communicator: &Communicator, address: usize, ids: &[UniqueId]) {
     } = communicator;
     info!(
         Init,
-        "ncclCommInitRank comm {address:#x} rank {rank} nranks {ranks} cudaDev {} device {} commId {:#018x} name {} - Init COMPLETE",
+        "ncclCommInitRank comm {address:#x} rank {rank} nranks {ranks} cudaDev {} busId {} commId {:#018x} name {} - Init COMPLETE",
         device.ordinal(),
         device.describe(),
         ids.first().map_or(0, |id| digest(&id.0)),

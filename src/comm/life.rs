@@ -114,14 +114,16 @@ pub fn abort(comm: RawComm) -> Result<()> {
     if comm.is_null() {
         return Ok(());
     }
+    info!(Init, "ncclCommAbort comm {comm:?}");
+    discard(comm)
+}
+
+/// `abort` without a word: also for what was made for a call that then failed.
+pub(super) fn discard(comm: RawComm) -> Result<()> {
     let registry = registry()?;
     match registry.close(comm) {
         Ok(closing) => {
             closing.alarm.abort();
-            info!(
-                Init,
-                "ncclCommAbort comm {comm:?} rank {} nranks {}", closing.rank, closing.ranks
-            );
             release(closing, Session::abort)
         }
         Err(refused) => {
