@@ -45,9 +45,11 @@ impl Source {
         }
     }
 
-    /// The code up to the unit tests.
+    /// The code up to the unit tests; nothing of a file that is one.
     pub fn production(&self) -> &str {
-        &self.code[..self.code.find("#[cfg(test)]").unwrap_or(self.code.len())]
+        let test = self.path.contains("tests/") || self.path.ends_with("tests.rs");
+        let end = self.code.find("#[cfg(test)]").unwrap_or(self.code.len());
+        &self.code[..if test { 0 } else { end }]
     }
 
     /// Literals up to the unit tests, each with the code in front of it.
@@ -61,14 +63,6 @@ impl Source {
         self.comments
             .split(|c: char| !c.is_alphanumeric() && c != '_')
             .any(|found| found == word)
-    }
-
-    /// `name` with its exclamation mark, as a word of its own.
-    pub fn calls_macro(&self, name: &str) -> bool {
-        let before = |at: usize| self.code[..at].chars().next_back();
-        self.code
-            .match_indices(name)
-            .any(|(at, _)| !before(at).is_some_and(|c| c.is_alphanumeric() || c == '_'))
     }
 
     /// Functions that have a body.
@@ -102,6 +96,13 @@ impl Source {
         }
         found
     }
+}
+
+/// Whether the code calls the macro `name`, which includes the exclamation mark.
+pub fn calls_macro(code: &str, name: &str) -> bool {
+    let before = |at: usize| code[..at].chars().next_back();
+    code.match_indices(name)
+        .any(|(at, _)| !before(at).is_some_and(|c| c.is_alphanumeric() || c == '_'))
 }
 
 #[derive(Default)]
