@@ -7,8 +7,8 @@ use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
 use crate::plan::{Algorithm, Profile};
 use serde::{Deserialize, Serialize};
 
-/// Lines of one region of the one-shot area: 64 KiB of payload.
-const ONE_SHOT_LINES: u32 = 8192;
+/// Lines of one region of the one-shot area: 256 KiB of payload.
+const ONE_SHOT_LINES: u32 = 32768;
 
 /// Names of `NCCL_ALGO` that NCCL knows and this version has no kernels for.
 const UNBUILT_ALGORITHMS: [&str; 6] = ["Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"];
@@ -93,11 +93,10 @@ impl Settings {
 fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
     debug_assert!(ranks as usize <= MAX_RANKS);
     match (cuda, ranks) {
-        (true, 0..=4) => 65536,
-        (true, 5..=8) => 32768,
-        (true, _) => 16384,
-        (false, 0..=2) => 1024,
-        (false, _) => 4096,
+        (true, 0..=8) => 262_144,
+        (true, _) => 131_072,
+        (false, 0..=2) => 2048,
+        (false, _) => 1024,
     }
 }
 
