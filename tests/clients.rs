@@ -135,6 +135,10 @@ fn bad_settings_are_refused_by_name() {
             &["NCCL_NET is \"carrier pigeon\"", "IB, Socket, HCA"],
         ),
         (
+            &[("NCCL_NET", "IB"), ("NCCL_IB_DISABLE", "1")],
+            &["NCCL_NET is IB", "NCCL_IB_DISABLE is 1"],
+        ),
+        (
             &[("NCCL_GPU_INITIATED", "2")],
             &["NCCL_GPU_INITIATED is \"2\"", "0, 1, auto"],
         ),

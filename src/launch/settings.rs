@@ -3,8 +3,10 @@
 use crate::device::{Device, DeviceKind};
 use crate::environment::{choice, integer, number, switch, text};
 use crate::error::{Error, Result};
+use crate::info;
 use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
 use crate::plan::{Algorithm, Profile};
+use crate::sys::verbs;
 use serde::{Deserialize, Serialize};
 
 /// Lines of one region of the one-shot area: 256 KiB of payload.
@@ -16,13 +18,42 @@ const UNBUILT_ALGORITHMS: [&str; 6] = ["Tree", "CollNetDirect", "CollNetChain", 
 /// Streaming multiprocessors that all ranks of a GPU together leave free.
 const SPARE_MULTIPROCESSORS: u32 = 16;
 
-/// Checks every choice variable, also those whose paths come later, so that a misspelt one is found here.
+#[derive(Clone, Copy, PartialEq)]
+enum Net {
+    Ib,
+    Socket,
+    Hca,
+}
+
+/// Checks every choice variable, also those whose paths come later, so that a misspelt one is found here. A network
+/// that is asked for by name must be there, although ranks of one host do not use it.
 pub(super) fn check_choices() -> Result<()> {
-    choice("NCCL_NET", &[("IB", ()), ("Socket", ()), ("HCA", ())])?;
+    let net = choice(
+        "NCCL_NET",
+        &[("IB", Net::Ib), ("Socket", Net::Socket), ("HCA", Net::Hca)],
+    )?;
     for name in ["NCCL_GPU_INITIATED", "OSSICLE_GPU_INITIATED"] {
         choice(name, &[("0", ()), ("1", ()), ("auto", ())])?;
     }
-    Ok(())
+    if net != Some(Net::Ib) {
+        return Ok(());
+    }
+    let refused = |why: &str| {
+        Err(Error::usage(format!(
+            "NCCL_NET is IB, but {why}: unset NCCL_NET, or set it to Socket"
+        )))
+    };
+    if switch("NCCL_IB_DISABLE", false) {
+        return refused("NCCL_IB_DISABLE is 1");
+    }
+    match verbs::device_names() {
+        Ok(names) if names.is_empty() => refused("there is no RDMA device"),
+        Ok(names) => {
+            info!(Net, "RDMA devices: {}", names.join(", "));
+            Ok(())
+        }
+        Err(error) => refused(&error.text),
+    }
 }
 
 /// The clock bound of a device wait, and whether a wait that passes it fails the communicator.

@@ -7,6 +7,7 @@
 pub mod cuda;
 #[cfg(test)]
 pub(crate) mod fake;
+pub mod verbs;
 
 use std::ffi::{c_void, CStr};
 use std::ptr::NonNull;
