@@ -135,6 +135,31 @@ static void streams() {
   ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], two.streams[0]);
   ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[0]);
   check(ncclGroupEnd() == ncclInvalidUsage && last_error_has("one stream"), "two ranks on one stream");
+  check(sums(two, 1000), "the communicator works on after the refusal");
+  {
+    // A blocking stream and the default stream take turns, so they are one stream in this.
+    cudaStream_t blocking;
+    cuda(cudaStreamCreate(&blocking), "stream");
+    ncclGroupStart();
+    ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], nullptr);
+    ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], blocking);
+    check(ncclGroupEnd() == ncclInvalidUsage && last_error_has("one stream"), "the default stream and a blocking one");
+    // Rank 0 is two operations ahead, and rank 1 comes on the stream of the first.
+    ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], two.streams[0]);
+    ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], blocking);
+    check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[0]) == ncclInvalidUsage, "behind a rank that is ahead");
+    for (int i = 0; i < 2; i++) {
+      check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[1]) == ncclSuccess, "beside it");
+    }
+    for (auto stream : {two.streams[0], two.streams[1], blocking}) cuda(cudaStreamSynchronize(stream), "synchronise");
+    cudaStreamDestroy(blocking);
+    // A stream may go once its work is done.
+    for (int rank = 0; rank < 2; rank++) {
+      cudaStreamDestroy(two.streams[rank]);
+      cuda(cudaStreamCreateWithFlags(&two.streams[rank], cudaStreamNonBlocking), "stream");
+    }
+    check(sums(two, 1000), "after the streams of the last operation were destroyed");
+  }
   {
     Cluster one(1);
     cudaGraph_t graph;
@@ -214,6 +239,43 @@ static void beside_a_waiting_kernel() {
   cudaFree(b);
   cudaFree(wide);
   free_discarded();
+}
+
+// Two communicators of 8 ranks in one group, their calls interleaved: more blocks than the GPU holds at once.
+static void two_communicators_at_once() {
+  current = "two communicators at once";
+  Cluster first(8), second(8);
+  const size_t count = 8 << 20;
+  std::vector<float*> buffers;
+  for (int i = 0; i < 16; i++) buffers.push_back(device<float>(count));
+  ncclGroupStart();
+  for (int rank = 0; rank < 8; rank++) {
+    ncclAllReduce(buffers[rank], buffers[rank], count, ncclFloat, ncclSum, first.comms[rank], first.streams[rank]);
+    ncclAllReduce(buffers[8 + rank], buffers[8 + rank], count, ncclFloat, ncclSum, second.comms[rank], second.streams[rank]);
+  }
+  check(ncclGroupEnd() == ncclSuccess, "launch");
+  for (auto stream : first.streams) cuda(cudaStreamSynchronize(stream), "synchronise");
+  for (auto stream : second.streams) cuda(cudaStreamSynchronize(stream), "synchronise");
+  for (auto buffer : buffers) discard(buffer);
+  free_discarded();
+}
+
+// A kernel of the user breaks the context: nothing hangs, and the error is said. The last check of a process.
+__global__ void fault() { *reinterpret_cast<volatile int*>(8) = 1; }
+static void after_a_fault() {
+  current = "after a fault";
+  Cluster two(2);
+  check(two.ok && sums(two, 100), "two ranks");
+  fault<<<1, 1>>>();
+  check(cudaDeviceSynchronize() != cudaSuccess, "the context is broken");
+  ncclResult_t state = ncclSuccess;
+  check(ncclCommGetAsyncError(two.comms[0], &state) == ncclSuccess && state == ncclUnhandledCudaError, "the asynchronous error says so");
+  check(ncclCommFinalize(two.comms[0]) != ncclSuccess, "ncclCommFinalize returns");
+  check(ncclCommDestroy(two.comms[0]) != ncclInvalidArgument, "ncclCommDestroy returns");
+  ncclCommAbort(two.comms[1]);
+  printf("%d passed, %d failed\n", passed, failed);
+  fflush(stdout);
+  _exit(failed != 0);
 }
 
 static void abort_of_a_waiting_rank(size_t count) {
@@ -367,7 +429,9 @@ int main(int argc, char** argv) {
     abort_of_a_waiting_rank(8);
     abort_of_a_waiting_rank(1 << 20);
     memory_comes_back();
+    two_communicators_at_once();
     the_bits_of_the_host_device();
+    after_a_fault();
   }
   printf("%d passed, %d failed\n", passed, failed);
   return failed != 0;

@@ -166,7 +166,11 @@ impl Communicator {
     pub(crate) fn submit(&self, request: &Request) -> Result<()> {
         let turn = self.enter()?;
         match turn.engine.prepare(request)? {
-            Some(work) => launch::launch(&[(turn.engine, work)]).map_err(|error| self.blame(error)),
+            Some(work) => {
+                let batch = [(turn.engine, std::slice::from_ref(&work))];
+                launch::admit(&batch)?;
+                launch::launch(&batch).map_err(|error| self.blame(error))
+            }
             None => Ok(()),
         }
     }

@@ -27,19 +27,17 @@ extern "C" {
     static ossicle_host_kernels: [HostKernel; Kernel::COUNT];
 }
 
-/// A kernel call for one block, handed to a worker.
+/// A closure of a launching call, handed to a worker.
 #[derive(Clone, Copy)]
 struct Job {
-    kernel: HostKernel,
-    arguments: *const c_void,
-    block: u32,
-    blocks: u32,
-    /// Jobs of the launch that are not done; its caller waits for 0.
+    call: unsafe fn(*const c_void),
+    closure: *const c_void,
+    /// Jobs of the call that are not done; the call waits for 0.
     pending: *const Pending,
 }
 
-// SAFETY: the pointers refer to the stack of `launch`, which does not return before `pending` is 0; the kernels
-// synchronise what they share.
+// SAFETY: the pointers refer to the stack of `together`, which does not return before `pending` is 0, and the closure
+// is Sync.
 unsafe impl Send for Job {}
 
 struct Pending {
@@ -48,9 +46,41 @@ struct Pending {
 }
 
 impl Job {
+    fn of<F: Fn() + Sync>(closure: &F, pending: &Pending) -> Job {
+        /// Calls the closure behind its address.
+        unsafe fn call<F: Fn()>(closure: *const c_void) {
+            // SAFETY: the address is of a live F, by the contract of `Job`.
+            unsafe { (*closure.cast::<F>())() }
+        }
+        Job {
+            call: call::<F>,
+            closure: std::ptr::from_ref(closure).cast(),
+            pending,
+        }
+    }
+
     fn run(self) {
-        // SAFETY: `arguments` is the work struct of this kernel (Launch's contract) and lives until `pending` is 0.
-        unsafe { (self.kernel)(self.arguments, self.block, self.blocks) };
+        // SAFETY: `call` belongs to `closure`, which lives until `pending` is 0.
+        unsafe { (self.call)(self.closure) };
+    }
+}
+
+/// Runs all closures at once: the first on this thread, each other on a worker of its own.
+fn together<'a, F: Fn() + Sync>(workers: impl Iterator<Item = &'a Worker>, closures: &[F]) {
+    let Some((first, others)) = closures.split_first() else {
+        return;
+    };
+    let pending = Pending {
+        jobs: Mutex::new(others.len()),
+        done: Condvar::new(),
+    };
+    for (worker, closure) in workers.zip(others) {
+        worker.order(Order::Run(Job::of(closure, &pending)));
+    }
+    first();
+    let mut jobs = pending.jobs.lock();
+    while *jobs > 0 {
+        pending.done.wait(&mut jobs);
     }
 }
 
@@ -149,65 +179,66 @@ pub fn open(ordinal: i32) -> Arc<dyn Device> {
     })
 }
 
-/// Runs all blocks of all launches at once, the very last one on the calling thread, and returns when all are done.
-/// The launches belong to different communicators.
-pub fn launch(batch: &[&Launch]) -> Result<()> {
-    match batch {
-        [] => Ok(()),
-        // One block, the usual case of a rank with a thread of its own, needs nothing but the caller's thread.
-        [only] if only.blocks == 1 => {
-            let call = kernel(only.kernel)?;
-            // SAFETY: `arguments` is this kernel's work struct (Launch's contract).
-            unsafe { call(only.arguments.as_ptr().cast(), 0, 1) };
-            Ok(())
-        }
-        _ => launch_together(batch),
-    }
-}
-
-fn launch_together(batch: &[&Launch]) -> Result<()> {
-    let total: usize = batch.iter().map(|launch| launch.blocks as usize).sum();
-    let pending = Pending {
-        jobs: Mutex::new(total - 1),
-        done: Condvar::new(),
-    };
-    let mut jobs = Vec::with_capacity(total);
-    let mut crews = Vec::with_capacity(batch.len());
-    for launch in batch {
+/// Runs the launches of several communicators, of each in order. A communicator waits for nothing but its own launches:
+/// in what order its peers come is not for this process to say.
+pub fn launch(sequences: &[Vec<Launch>]) -> Result<()> {
+    let mut crews = Vec::with_capacity(sequences.len());
+    let mut steps = Vec::with_capacity(sequences.len());
+    for sequence in sequences {
+        let Some(launch) = sequence.first() else { continue };
         let host = (&**launch.device as &dyn Any).downcast_ref::<HostDevice>();
         let host = host.ok_or_else(|| Error::internal("a host launch on a device that is not the host"))?;
         let mut crew = host.workers.lock();
-        // All workers exist before the first block runs: a block must never wait for one that cannot start.
-        while crew.len() < launch.blocks as usize {
+        // All workers exist before the first block runs: a block must never wait for one that cannot start. The caller's
+        // thread conducts the first communicator, a worker each other one; the conductor runs a block itself.
+        let blocks = sequence.iter().map(|launch| launch.blocks as usize).max().unwrap_or(1);
+        let conductor = usize::from(!crews.is_empty());
+        while crew.len() < conductor + blocks - 1 {
             crew.push(Worker::start()?);
         }
-        let kernel = kernel(launch.kernel)?;
-        let arguments = launch.arguments.as_ptr().cast();
-        jobs.extend((0..launch.blocks).map(|block| Job {
-            kernel,
-            arguments,
-            block,
-            blocks: launch.blocks,
-            pending: &pending,
-        }));
+        let kernels: Vec<HostKernel> = sequence
+            .iter()
+            .map(|launch| kernel(launch.kernel))
+            .collect::<Result<_>>()?;
+        steps.push((sequence, kernels));
         crews.push(crew);
     }
-    let inline = jobs.pop();
-    let workers = crews
+    let conducts: Vec<_> = steps
         .iter()
-        .zip(batch)
-        .flat_map(|(crew, launch)| &crew[..launch.blocks as usize]);
-    for (worker, job) in workers.zip(jobs) {
-        worker.order(Order::Run(job));
-    }
-    if let Some(job) = inline {
-        job.run();
-    }
-    let mut jobs = pending.jobs.lock();
-    while *jobs > 0 {
-        pending.done.wait(&mut jobs);
-    }
+        .zip(&crews)
+        .enumerate()
+        .map(|(index, ((sequence, kernels), crew))| {
+            let blocks: &[Worker] = &crew[usize::from(index > 0)..];
+            let launches = sequence.iter().zip(kernels);
+            move || {
+                launches
+                    .clone()
+                    .for_each(|(launch, kernel)| run_blocks(blocks, launch, *kernel))
+            }
+        })
+        .collect();
+    together(crews.iter().skip(1).filter_map(|crew| crew.first()), &conducts);
     Ok(())
+}
+
+/// One launch of one communicator of one block: the usual case of a rank with a thread of its own, which needs nothing
+/// but that thread.
+pub fn launch_alone(launch: &Launch) -> Result<()> {
+    run_blocks(&[], launch, kernel(launch.kernel)?);
+    Ok(())
+}
+
+/// All blocks of a launch at once. `workers` has one for each block but the first.
+fn run_blocks(workers: &[Worker], launch: &Launch, kernel: HostKernel) {
+    let arguments = launch.arguments;
+    let block = |index: u32| {
+        // SAFETY: `arguments` is this kernel's work struct (Launch's contract) and stands until the launch returns.
+        move || unsafe { kernel(arguments.as_ptr().cast(), index, launch.blocks) }
+    };
+    match launch.blocks {
+        1 => block(0)(),
+        blocks => together(workers.iter(), &(0..blocks).map(block).collect::<Vec<_>>()),
+    }
 }
 
 fn kernel(kernel: Kernel) -> Result<HostKernel> {

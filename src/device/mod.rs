@@ -117,6 +117,9 @@ pub struct Launch<'a> {
     pub stream: *mut c_void,
 }
 
+// SAFETY: the stream handle is a value for the driver; nothing reads through it here.
+unsafe impl Sync for Launch<'_> {}
+
 pub trait Device: Any + Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// What `ncclCommCuDevice` answers.
@@ -156,18 +159,6 @@ pub trait Device: Any + Send + Sync {
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void>;
     /// Frees what `allocate_user` gave; an error that names the pointer for anything else.
     fn free_user(&self, pointer: *mut c_void) -> Result<()>;
-}
-
-/// Launches one kernel for each rank of a batch. CUDA: asynchronous, in order. Host: all blocks of all ranks run at
-/// once (they wait for each other) and the call returns when every one is done, as MPI's do.
-pub fn launch(batch: &[Launch]) -> Result<()> {
-    let (host, cuda): (Vec<&Launch>, Vec<&Launch>) = batch
-        .iter()
-        .partition(|launch| launch.device.kind() == DeviceKind::Host);
-    for launch in cuda {
-        cuda::launch(launch)?;
-    }
-    host::launch(&host)
 }
 
 /// The device of a new communicator: `ordinal` None means the calling thread's current CUDA device (0 on the host

@@ -12,11 +12,14 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-/// What each rank launched last: its stream, and how many launches it has made with that one.
+/// So many of a rank's latest launches are remembered; a rank that is further ahead of another is not checked.
+const REMEMBERED: usize = 16;
+
+/// What each rank launched: how many operations, and the stream of the latest ones by their number.
 #[derive(Default)]
 pub(super) struct Clique {
-    stream: [AtomicU64; MAX_RANKS],
     launches: [AtomicU64; MAX_RANKS],
+    streams: [[AtomicU64; REMEMBERED]; MAX_RANKS],
 }
 
 /// Cliques of this process by what names their communicator.
@@ -31,20 +34,23 @@ impl Clique {
         clique
     }
 
-    /// Notes that `rank`, which has made `launched` launches, goes on with the stream `key`; refuses if another rank
-    /// has queued the same or a later operation there. One of two that come at once sees the other.
-    pub(super) fn enter(&self, rank: u32, device: &dyn Device, key: u64, launched: u64) -> Result<()> {
+    /// Notes that `rank` launches its operation `number` on the stream `key`. Refused if another rank has queued the
+    /// same or a later one there: that waits for this, which would wait behind it. One of two that come at once sees
+    /// the other.
+    pub(super) fn enter(&self, rank: u32, device: &dyn Device, key: u64, number: u64) -> Result<()> {
         if device.kind() == DeviceKind::Host {
             return Ok(());
         }
         let mine = rank as usize;
-        // Streams of different devices never queue behind each other; keys are unique within a device only.
+        // Keys are unique within a device only; streams of different devices never queue behind each other.
         let stream = key << 8 | (device.ordinal() as u64 & 0xff);
-        self.stream[mine].store(stream, Ordering::SeqCst);
-        self.launches[mine].store(launched + 1, Ordering::SeqCst);
+        self.streams[mine][number as usize % REMEMBERED].store(stream, Ordering::SeqCst);
+        self.launches[mine].store(number + 1, Ordering::SeqCst);
         for other in (0..MAX_RANKS).filter(|other| *other != mine) {
-            let ahead = self.launches[other].load(Ordering::SeqCst) > launched;
-            if ahead && self.stream[other].load(Ordering::SeqCst) == stream {
+            let ahead = self.launches[other].load(Ordering::SeqCst);
+            let remembered = ahead.saturating_sub(REMEMBERED as u64).max(number)..ahead;
+            let queued = |number: u64| self.streams[other][number as usize % REMEMBERED].load(Ordering::SeqCst);
+            if remembered.into_iter().any(|number| queued(number) == stream) {
                 return Err(Error::usage(format!(
                     "ranks {other} and {rank} of one communicator use one stream: the second kernel would wait behind the \
                      first, which waits for it; give each rank a stream of its own"
@@ -52,5 +58,10 @@ impl Clique {
             }
         }
         Ok(())
+    }
+
+    /// `rank` has launched `launched` operations, whatever it entered beyond.
+    pub(super) fn leave(&self, rank: u32, launched: u64) {
+        self.launches[rank as usize].store(launched, Ordering::SeqCst);
     }
 }

@@ -257,15 +257,42 @@ impl Engine {
         Ok(())
     }
 
-    /// Orders the launch after this rank's work in another stream, and says which stream comes last.
+    fn enter_clique(&self, works: &[Work]) -> Result<()> {
+        let launched = self.launched.load(Ordering::Relaxed);
+        let mut numbered = works.iter().zip(launched..);
+        numbered.try_for_each(|(work, number)| {
+            self.clique
+                .enter(self.rank, self.device.as_ref(), work.stream_key, number)
+        })
+    }
+
+    /// Takes back what was entered and not launched.
+    fn leave_clique(&self) {
+        self.clique.leave(self.rank, self.launched.load(Ordering::Relaxed));
+    }
+
+    /// Orders the launch after this rank's work in another stream, and says which stream comes last. Where that work
+    /// has left, the other stream is not asked: its owner may have destroyed it.
     fn order(&self, work: &Work) -> Result<()> {
         let mut last = self.last_stream.lock();
         if let Some((key, handle)) = *last {
-            if key != work.stream_key {
+            let idle = self.control().left.load(Ordering::Acquire) >= self.launched.load(Ordering::Acquire);
+            if key != work.stream_key && !idle {
                 self.device.order_streams(handle as *mut c_void, work.stream)?;
             }
         }
         *last = Some((work.stream_key, work.stream as usize));
+        Ok(())
+    }
+
+    /// After a launch on the host device: whether the operation was stopped.
+    fn outcome(&self) -> Result<()> {
+        if self.device.kind() == DeviceKind::Host && self.stopped() {
+            return Err(Error::remote(format!(
+                "rank {}: the operation was stopped before it was complete, by ncclCommAbort or by the loss of a rank",
+                self.rank
+            )));
+        }
         Ok(())
     }
 }
@@ -285,29 +312,68 @@ impl Drop for Engine {
     }
 }
 
-/// Launches the works of one batch, each with its rank's engine and at most one a rank. The host device returns when
-/// all are done, with an error if a rank was stopped before its operation was complete.
-pub fn launch(batch: &[(&Engine, Work)]) -> Result<()> {
-    for (engine, work) in batch {
-        engine.clique.enter(
-            engine.rank,
-            engine.device.as_ref(),
-            work.stream_key,
-            engine.launched.load(Ordering::Relaxed),
-        )?;
-        engine.order(work)?;
+/// One rank's part of a batch: its engine and its works in order.
+pub type Part<'a> = (&'a Engine, &'a [Work]);
+
+/// Checks a batch against what the ranks of this process have launched. After a refusal nothing has changed.
+pub fn admit(batch: &[Part]) -> Result<()> {
+    for (index, (engine, works)) in batch.iter().enumerate() {
+        if let Err(error) = engine.enter_clique(works) {
+            batch[..=index].iter().for_each(|(engine, _)| engine.leave_clique());
+            return Err(error);
+        }
     }
-    if let [(engine, work)] = batch {
-        engine.launched.fetch_add(1, Ordering::Release);
-        let launched = device::launch(&[launch_of(engine, work)]);
-        return launched.and_then(|()| engine.outcome());
+    Ok(())
+}
+
+/// Launches an admitted batch; the parts belong to different communicators or ranks. On CUDA the ranks of one
+/// communicator are launched side by side, operation by operation, since their kernels wait for each other. The host
+/// device returns when all are done, with an error if a rank was stopped before its operation was complete.
+pub fn launch(batch: &[Part]) -> Result<()> {
+    for (index, (first, _)) in batch.iter().enumerate() {
+        let of_first = |(engine, _): &&Part| Arc::ptr_eq(&engine.clique, &first.clique);
+        if first.device.kind() == DeviceKind::Host || batch[..index].iter().any(|part| of_first(&part)) {
+            continue;
+        }
+        let most = batch
+            .iter()
+            .filter(of_first)
+            .map(|(_, works)| works.len())
+            .max()
+            .unwrap_or(0);
+        for round in 0..most {
+            for (engine, works) in batch.iter().filter(of_first) {
+                if let Some(work) = works.get(round) {
+                    engine.order(work)?;
+                    device::cuda::launch(&launch_of(engine, work))?;
+                    engine.launched.fetch_add(1, Ordering::Release);
+                }
+            }
+        }
     }
-    let launches: Vec<Launch> = batch.iter().map(|(engine, work)| launch_of(engine, work)).collect();
-    for (engine, _) in batch {
-        engine.launched.fetch_add(1, Ordering::Release);
+    let hosts = || {
+        batch
+            .iter()
+            .filter(|(engine, _)| engine.device.kind() == DeviceKind::Host)
+    };
+    match batch {
+        [(engine, [work])] if hosts().next().is_some() && work.choice.blocks == 1 => {
+            device::host::launch_alone(&launch_of(engine, work))?
+        }
+        _ if hosts().next().is_none() => return Ok(()),
+        _ => {
+            let sequences: Vec<Vec<Launch>> = hosts().map(|(engine, works)| launches_of(engine, works)).collect();
+            device::host::launch(&sequences)?
+        }
     }
-    device::launch(&launches)?;
-    batch.iter().try_for_each(|(engine, _)| engine.outcome())
+    hosts().try_for_each(|(engine, works)| {
+        engine.launched.fetch_add(works.len() as u64, Ordering::Release);
+        engine.outcome()
+    })
+}
+
+fn launches_of<'a>(engine: &'a Engine, works: &'a [Work]) -> Vec<Launch<'a>> {
+    works.iter().map(|work| launch_of(engine, work)).collect()
 }
 
 fn launch_of<'a>(engine: &'a Engine, work: &'a Work) -> Launch<'a> {
@@ -318,18 +384,5 @@ fn launch_of<'a>(engine: &'a Engine, work: &'a Work) -> Launch<'a> {
         threads: work.choice.threads,
         arguments: work.arguments(),
         stream: work.stream,
-    }
-}
-
-impl Engine {
-    /// After a launch on the host device: whether the operation was stopped.
-    fn outcome(&self) -> Result<()> {
-        if self.device.kind() == DeviceKind::Host && self.stopped() {
-            return Err(Error::remote(format!(
-                "rank {}: the operation was stopped before it was complete, by ncclCommAbort or by the loss of a rank",
-                self.rank
-            )));
-        }
-        Ok(())
     }
 }

@@ -103,7 +103,11 @@ fn run<T: Element>(engines: &[Engine], inputs: &[Vec<T>], op: ReduceOp, shift: u
             engine.prepare(&request).unwrap().map(|work| (engine, work))
         })
         .collect();
-    launch(&batch).unwrap();
+    let parts: Vec<Part> = batch
+        .iter()
+        .map(|(engine, work)| (*engine, std::slice::from_ref(work)))
+        .collect();
+    launch(&parts).unwrap();
     let untouched = |guard: &[T]| guard.iter().all(|element| element.same(canary));
     for buffer in &buffers {
         assert!(
@@ -247,7 +251,7 @@ fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
         let mut engines = engines.into_iter();
         let late = Arc::new(engines.next().unwrap());
         let waiting = late.clone();
-        let thread = std::thread::spawn(move || launch(&[(&*waiting, work)]));
+        let thread = std::thread::spawn(move || launch(&[(&*waiting, &[work])]));
         let fault = loop {
             match late.take_fault() {
                 Some(fault) => break fault,

@@ -142,6 +142,33 @@ fn one_thread_makes_and_drives_several_ranks_in_groups() {
         .all(|comm| code(comm::rank_count(comm.raw())) == Some(Code::InvalidArgument)));
 }
 
+/// A group runs each communicator's operations in order and waits for nothing else: a peer that calls the same
+/// operations one by one, in whatever order of communicators it likes, gets along with it.
+#[test]
+fn a_group_does_not_order_communicators_against_each_other() {
+    let (first, second) = (make(2), make(2));
+    let (a, b) = (first.clone(), second.clone());
+    let grouped = start(move || {
+        let mut recv = vec![vec![POISON; 5000]; 5];
+        group::start().unwrap();
+        for (i, recv) in recv.iter_mut().enumerate() {
+            let comm = if i % 2 == 0 { a[0] } else { b[0] };
+            comm.submit(&contribution(0, 5000), recv).unwrap();
+        }
+        assert_eq!(group::end(), Ok(Progress::Done));
+        assert_eq!(recv, vec![sum(2, 5000); 5]);
+    });
+    let (a, b) = (first.clone(), second.clone());
+    let one_by_one = start(move || {
+        for comm in [b[1], b[1], a[1], a[1], a[1]] {
+            comm.check_sum(5000);
+        }
+    });
+    outcome(grouped);
+    outcome(one_by_one);
+    first.into_iter().chain(second).for_each(|comm| comm.destroy().unwrap());
+}
+
 #[test]
 fn an_error_in_a_group_discards_all_of_it() {
     let comms = make(1);
