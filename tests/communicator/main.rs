@@ -149,11 +149,11 @@ fn a_group_does_not_order_communicators_against_each_other() {
     let (first, second) = (make(2), make(2));
     let (a, b) = (first.clone(), second.clone());
     let grouped = start(move || {
-        let mut recv = vec![vec![POISON; 5000]; 5];
+        let (send, mut recv) = (contribution(0, 5000), vec![vec![POISON; 5000]; 5]);
         group::start().unwrap();
         for (i, recv) in recv.iter_mut().enumerate() {
             let comm = if i % 2 == 0 { a[0] } else { b[0] };
-            comm.submit(&contribution(0, 5000), recv).unwrap();
+            comm.submit(&send, recv).unwrap();
         }
         assert_eq!(group::end(), Ok(Progress::Done));
         assert_eq!(recv, vec![sum(2, 5000); 5]);
