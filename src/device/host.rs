@@ -333,10 +333,6 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    fn synchronize_stream(&self, _stream: *mut c_void, _give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
-        Ok(())
-    }
-
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void> {
         let address = map(bytes)?;
         USER_MEMORY.lock().insert(address as usize, bytes);

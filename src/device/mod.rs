@@ -120,6 +120,20 @@ pub struct Launch<'a> {
 // SAFETY: the stream handle is a value for the driver; nothing reads through it here.
 unsafe impl Sync for Launch<'_> {}
 
+/// What `Device::check_stream` answers for the legacy default stream.
+///
+/// Every other stream's key is `id << 1 | blocking`, with the driver's id of the stream and `blocking` 1 where its work
+/// waits for work in the legacy stream and the other way round: in every stream that was not created as non-blocking,
+/// the per-thread default streams among them. Ids are counted up from small numbers, so the upper 8 bits of a key are
+/// 0, this one's too.
+pub const LEGACY_STREAM_KEY: u64 = u64::MAX >> 8;
+
+/// Whether work in one of two streams of one device waits for work that was put into the other before.
+pub fn streams_conflict(a: u64, b: u64) -> bool {
+    let waits_for_legacy = |key: u64| key & 1 == 1;
+    a == b || (a == LEGACY_STREAM_KEY && waits_for_legacy(b)) || (b == LEGACY_STREAM_KEY && waits_for_legacy(a))
+}
+
 pub trait Device: Any + Send + Sync {
     fn kind(&self) -> DeviceKind;
     /// What `ncclCommCuDevice` answers.
@@ -148,13 +162,15 @@ pub trait Device: Any + Send + Sync {
     /// A user's buffer must be reachable by this device's kernels; `ncclInvalidArgument` otherwise.
     /// `always` looks it up at every call (`NCCL_CHECK_POINTERS=1`), else once an allocation.
     fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()>;
-    /// Identifies the stream for comparisons (two handles of the legacy stream give one key); refuses a handle that
+    /// The stream's key for `streams_conflict` (two handles of the legacy stream give one key); refuses a handle that
     /// is not a stream of this device and a stream under capture.
     fn check_stream(&self, stream: *mut c_void) -> Result<u64>;
     /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`.
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()>;
-    /// Waits until all work in the stream is done, or until `give_up()` says so (then an error of its making).
-    fn synchronize_stream(&self, stream: *mut c_void, give_up: &dyn Fn() -> Option<crate::error::Error>) -> Result<()>;
+    /// The device still answers: an error that a kernel or the driver left makes every later call fail.
+    fn health(&self) -> Result<()> {
+        Ok(())
+    }
     /// Memory for the user (`ncclMemAlloc`).
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void>;
     /// Frees what `allocate_user` gave; an error that names the pointer for anything else.
@@ -201,4 +217,27 @@ pub fn allocate_user(bytes: usize) -> Result<*mut c_void> {
 /// Frees what `allocate_user` gave (`ncclMemFree`).
 pub fn free_user(pointer: *mut c_void) -> Result<()> {
     open(None)?.free_user(pointer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_conflict_with_themselves_and_blocking_ones_with_the_legacy_stream() {
+        let (non_blocking, blocking) = (7 << 1, 8 << 1 | 1);
+        for (a, b, conflict) in [
+            (non_blocking, non_blocking, true),
+            (blocking, blocking, true),
+            (LEGACY_STREAM_KEY, LEGACY_STREAM_KEY, true),
+            (LEGACY_STREAM_KEY, blocking, true),
+            (LEGACY_STREAM_KEY, non_blocking, false),
+            (blocking, non_blocking, false),
+            (blocking, 9 << 1 | 1, false),
+            (non_blocking, 7 << 1 | 1, false),
+        ] {
+            assert_eq!(streams_conflict(a, b), conflict, "{a:#x} and {b:#x}");
+            assert_eq!(streams_conflict(b, a), conflict, "{b:#x} and {a:#x}");
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //! Each rank's kernel waits for the others'. Behind each other on one stream the second would never start; until ranks
 //! on one stream are fused into one launch, such a call is refused with both ranks named.
 
-use crate::device::{Device, DeviceKind};
+use crate::device::{streams_conflict, Device, DeviceKind};
 use crate::error::{Error, Result};
 use crate::launch::layout::MAX_RANKS;
 use once_cell::sync::Lazy;
@@ -20,6 +20,15 @@ const REMEMBERED: usize = 16;
 pub(super) struct Clique {
     launches: [AtomicU64; MAX_RANKS],
     streams: [[AtomicU64; REMEMBERED]; MAX_RANKS],
+}
+
+/// A stream is remembered as its key with its device's ordinal below.
+const ORDINAL_BITS: u32 = 8;
+const ORDINAL_MASK: u64 = (1 << ORDINAL_BITS) - 1;
+
+/// Streams of different devices never queue behind each other, and keys are unique within a device only.
+fn conflict(a: u64, b: u64) -> bool {
+    a & ORDINAL_MASK == b & ORDINAL_MASK && streams_conflict(a >> ORDINAL_BITS, b >> ORDINAL_BITS)
 }
 
 /// Cliques of this process by what names their communicator.
@@ -42,15 +51,14 @@ impl Clique {
             return Ok(());
         }
         let mine = rank as usize;
-        // Keys are unique within a device only; streams of different devices never queue behind each other.
-        let stream = key << 8 | (device.ordinal() as u64 & 0xff);
+        let stream = key << ORDINAL_BITS | (device.ordinal() as u64 & ORDINAL_MASK);
         self.streams[mine][number as usize % REMEMBERED].store(stream, Ordering::SeqCst);
         self.launches[mine].store(number + 1, Ordering::SeqCst);
         for other in (0..MAX_RANKS).filter(|other| *other != mine) {
             let ahead = self.launches[other].load(Ordering::SeqCst);
             let remembered = ahead.saturating_sub(REMEMBERED as u64).max(number)..ahead;
             let queued = |number: u64| self.streams[other][number as usize % REMEMBERED].load(Ordering::SeqCst);
-            if remembered.into_iter().any(|number| queued(number) == stream) {
+            if remembered.into_iter().any(|number| conflict(queued(number), stream)) {
                 return Err(Error::usage(format!(
                     "ranks {other} and {rank} of one communicator use one stream: the second kernel would wait behind the \
                      first, which waits for it; give each rank a stream of its own"

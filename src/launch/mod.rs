@@ -216,9 +216,12 @@ impl Engine {
         self.control().stop.load(Ordering::SeqCst) != 0
     }
 
-    /// What a kernel reported since the last call: a wait past the clock bound. Its code is ncclInProgress when it is a
-    /// report only, ncclSystemError when OSSICLE_WAIT_FAIL made the kernel park.
+    /// That the device failed, or what a kernel reported since the last call: a wait past the clock bound. The code of
+    /// that is ncclInProgress when it is a report only, ncclSystemError when OSSICLE_WAIT_FAIL made the kernel park.
     pub fn take_fault(&self) -> Option<Error> {
+        if let Err(error) = self.device.health() {
+            return Some(error);
+        }
         let fault = &self.control().fault;
         let sequence = fault.sequence.load(Ordering::Acquire);
         if sequence == self.faults_seen.swap(sequence, Ordering::Relaxed) {
@@ -242,7 +245,8 @@ impl Engine {
         })
     }
 
-    /// Waits until no launched kernel of this rank touches memory any more, or until `give_up` answers.
+    /// Waits until no launched kernel of this rank touches memory any more, or until `give_up` answers. Kernels of a
+    /// device that failed will not say that they left.
     pub fn synchronize(&self, give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
         let begun = Instant::now();
         while self.control().left.load(Ordering::Acquire) < self.launched.load(Ordering::Acquire) {
@@ -251,7 +255,10 @@ impl Engine {
             }
             match begun.elapsed() {
                 waited if waited < Duration::from_millis(1) => std::thread::yield_now(),
-                _ => std::thread::sleep(Duration::from_micros(50)),
+                _ => {
+                    self.device.health()?;
+                    std::thread::sleep(Duration::from_micros(50));
+                }
             }
         }
         Ok(())

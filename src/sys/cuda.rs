@@ -33,6 +33,7 @@ function_table! {
         12000 fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
         12000 fn cuCtxGetCurrent(context: *mut CUcontext);
         12000 fn cuCtxGetDevice(device: *mut CUdevice);
+        12000 fn cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
         12000 fn cuCtxPushCurrent(context: CUcontext);
         12000 fn cuCtxPopCurrent(context: *mut CUcontext);
         12000 fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
@@ -67,10 +68,10 @@ function_table! {
             pointer: CUdeviceptr,
         );
         12000 fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
-        12000 fn cuStreamSynchronize(stream: CUstream);
         12000 fn cuStreamQuery(stream: CUstream);
         12000 fn cuStreamIsCapturing(stream: CUstream, status: *mut c_int);
         12000 fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong);
+        12000 fn cuStreamGetFlags(stream: CUstream, flags: *mut c_uint);
         12000 fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
         12000 fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
         12000 fn cuEventCreate(event: *mut CUevent, flags: c_uint);

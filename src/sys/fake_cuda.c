@@ -23,6 +23,9 @@ enum { KERNELS = 36, PARAMETER_BYTES = 64, PAGE = 2 << 20 };
 
 /* What tests set and read. */
 int fake_not_ready;                       /* cuStreamQuery answers NOT_READY so many times */
+int fake_stream_status;                   /* what cuStreamQuery answers where that is not 0 */
+int fake_generation, fake_stream_flags = 1; /* every stream is another one with another generation; its flags */
+int fake_no_access, fake_fail_access, fake_fail_uuid; /* of cuDeviceCanAccessPeer and cuDeviceGetUuid of GPU 1 */
 int fake_fail_memset, fake_fail_set_access;
 const char *fake_missing_kernel = "";
 struct { const char *kernel; unsigned blocks, threads; void *stream, *context; unsigned char bytes[PARAMETER_BYTES]; } fake_launch;
@@ -65,13 +68,17 @@ static void *current(void) { return depth ? stack[depth - 1] : 0; }
 CALL(cuDriverGetVersion(int *version)) *version = FAKE_VERSION; return 0; }
 CALL(cuInit(unsigned flags)) return flags ? INVALID_VALUE : FAKE_INIT; }
 CALL(cuGetErrorName(int status, const char **name))
-    *name = status == 1 ? "CUDA_ERROR_INVALID_VALUE" : status == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : 0;
+    *name = status == 1 ? "CUDA_ERROR_INVALID_VALUE" : status == 2 ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : 0;
     return *name ? 0 : INVALID_VALUE;
 }
 CALL(cuDeviceGetCount(int *count)) *count = 2; return 0; }
 CALL(cuDeviceGet(int *device, int ordinal)) *device = ordinal; return ordinal < 2 ? 0 : 101; }
 CALL(cuDeviceGetName(char *name, int bytes, int device)) (void)device; strncpy(name, "Fake", bytes); return 0; }
-CALL(cuDeviceGetUuid(char *uuid, int device)) memset(uuid, 0x40 + device, 16); return 0; }
+CALL(cuDeviceGetUuid(char *uuid, int device))
+    memset(uuid, 0x40 + device, 16);
+    return device == 1 && fake_fail_uuid ? UNKNOWN : 0;
+}
 CALL(cuDeviceGetPCIBusId(char *id, int bytes, int device))
     strncpy(id, device ? "0000:02:00.0" : "0000:01:00.0", bytes);
     return 0;
@@ -81,7 +88,10 @@ CALL(cuDeviceGetAttribute(int *value, int attribute, int device))
     *value = attribute == 16 ? 132 : 1;
     return 0;
 }
-CALL(cuDeviceCanAccessPeer(int *can, int device, int peer)) *can = device != peer; return 0; }
+CALL(cuDeviceCanAccessPeer(int *can, int device, int peer))
+    *can = device != peer && !fake_no_access;
+    return fake_fail_access ? UNKNOWN : 0;
+}
 CALL(cuDevicePrimaryCtxRetain(void **context, int device)) *context = &contexts[device]; return 0; }
 CALL(cuCtxGetCurrent(void **context)) *context = current(); return 0; }
 CALL(cuCtxGetDevice(int *device)) *device = (int)((char *)current() - contexts) % 2; return current() ? 0 : 201; }
@@ -89,6 +99,15 @@ CALL(cuCtxPushCurrent(void *context)) stack[depth++] = context; return 0; }
 CALL(cuCtxPopCurrent(void **context)) *context = stack[--depth]; return 0; }
 CALL(cuCtxGetStreamPriorityRange(int *least, int *greatest)) *least = 0; *greatest = -5; return current() ? 0 : 201; }
 CALL(cuThreadExchangeStreamCaptureMode(int *other)) int old = mode; mode = *other; *other = old; return 0; }
+void *fake_peer_opener, *fake_opened_peer;
+CALL(cuCtxEnablePeerAccess(void *peer, unsigned flags))
+    if (flags || !current() || peer == current()) return INVALID_VALUE;
+    if (fake_opened_peer == peer && fake_peer_opener == current()) return 704;
+    if (fake_no_access) return 217;
+    fake_opened_peer = peer;
+    fake_peer_opener = current();
+    return 0;
+}
 int fake_depth(void) { return depth; }
 int fake_mode(void) { return mode; }
 
@@ -173,13 +192,17 @@ CALL(cuStreamCreateWithPriority(void **stream, unsigned flags, int priority))
     *stream = (void *)0x500;
     return flags == 1 && priority == -5 ? 0 : UNKNOWN;
 }
-CALL(cuStreamSynchronize(void *stream)) return stream == (void *)0x500 ? 0 : UNKNOWN; }
-CALL(cuStreamQuery(void *stream)) (void)stream; return fake_not_ready > 0 && fake_not_ready-- ? NOT_READY : 0; }
+CALL(cuStreamQuery(void *stream))
+    if (stream != (void *)0x500 || !current() || mode != 2) return UNKNOWN;
+    if (fake_stream_status) return fake_stream_status;
+    return fake_not_ready > 0 && fake_not_ready-- ? NOT_READY : 0;
+}
 CALL(cuStreamIsCapturing(void *stream, int *status))
     *status = stream == (void *)0x50C;
     return stream == (void *)0x50E ? 906 : stream == (void *)0x50B ? INVALID_HANDLE : 0;
 }
-CALL(cuStreamGetId(void *stream, u64 *id)) *id = (u64)stream; return 0; }
+CALL(cuStreamGetId(void *stream, u64 *id)) *id = (u64)stream + (u64)fake_generation * 0x10000; return 0; }
+CALL(cuStreamGetFlags(void *stream, unsigned *flags)) *flags = fake_stream_flags; return stream <= (void *)2 ? UNKNOWN : 0; }
 CALL(cuStreamGetCtx(void *stream, void **context))
     *context = &contexts[stream == (void *)0x501 ? 1 : stream == (void *)0x506 ? 2 : 0];
     return 0;
@@ -226,11 +249,11 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuModuleLoadData), ENTRY(cuModuleGetFunction), ENTRY(cuFuncLoad), ENTRY(cuFuncGetAttribute),
     ENTRY(cuFuncGetParamInfo), ENTRY(cuLaunchKernel), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
     ENTRY(cuMemHostRegister), ENTRY(cuMemHostUnregister), ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemsetD8Async),
-    ENTRY(cuPointerGetAttributes), ENTRY(cuStreamCreateWithPriority), ENTRY(cuStreamSynchronize), ENTRY(cuStreamQuery),
+    ENTRY(cuPointerGetAttributes), ENTRY(cuStreamCreateWithPriority), ENTRY(cuStreamGetFlags), ENTRY(cuStreamQuery),
     ENTRY(cuStreamIsCapturing), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamGetDevice), ENTRY(cuStreamWaitEvent),
     ENTRY(cuEventCreate), ENTRY(cuEventRecord), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate),
     ENTRY(cuMemRelease), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap),
-    ENTRY(cuMemSetAccess),
+    ENTRY(cuMemSetAccess), ENTRY(cuCtxEnablePeerAccess),
 };
 int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
     *function = 0;

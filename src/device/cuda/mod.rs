@@ -5,11 +5,13 @@
 //!
 //! What must never happen is a driver call that waits for running kernels, since a kernel of one rank spins until
 //! another rank's thread has launched. So kernels are loaded before the first runs (`module`), memory is kept
-//! (`pool`), zeroing has a stream of its own that no kernel runs in, and no legacy default stream is touched that is
+//! (`pool`), zeroing has a stream of its own that no kernel runs in (`own_stream`), and no legacy default stream is touched that is
 //! not the caller's.
 
 mod context;
 mod module;
+mod own_stream;
+mod peers;
 mod pointers;
 mod pool;
 mod streams;
@@ -25,7 +27,7 @@ use context::{Handle, RelaxedCapture, Scope};
 use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
 use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
-use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
+use std::ffi::{c_char, c_int, c_void, CStr};
 use std::sync::Arc;
 
 /// GPUs that one process can use.
@@ -102,6 +104,10 @@ pub fn launch(launch: &Launch) -> Result<()> {
         .launch(launch)
 }
 
+fn opened() -> impl Iterator<Item = &'static CudaDevice> {
+    OPENED.iter().filter_map(|slot| Some(slot.get()?.as_ref()))
+}
+
 fn usable_driver() -> Result<&'static Driver> {
     driver().map_err(|unusable| match unusable {
         Unusable::Absent(text) => Error::system(format!(
@@ -123,6 +129,22 @@ fn device_handle(driver: &Driver, ordinal: i32) -> CallResult<CUdevice> {
     // SAFETY: writes one int.
     unsafe { driver.call.cuDeviceGet(&mut device, ordinal) }?;
     Ok(device)
+}
+
+fn uuid(driver: &Driver, device: CUdevice) -> CallResult<[u8; 16]> {
+    let mut uuid = [0; 16];
+    // SAFETY: writes 16 bytes.
+    unsafe { driver.call.cuDeviceGetUuid(&mut uuid, device) }?;
+    Ok(uuid)
+}
+
+/// Whether kernels of GPU `from` can address memory of GPU `to`.
+fn can_access(driver: &Driver, from: i32, to: i32) -> CallResult<bool> {
+    let (from, to) = (device_handle(driver, from)?, device_handle(driver, to)?);
+    let mut can = 0;
+    // SAFETY: two devices that exist; writes one int.
+    unsafe { driver.call.cuDeviceCanAccessPeer(&mut can, from, to) }?;
+    Ok(can != 0)
 }
 
 fn attribute(driver: &Driver, ordinal: i32, attribute: CUdevice_attribute) -> CallResult<c_int> {
@@ -158,6 +180,7 @@ struct CudaDevice {
     device_pool: pool::Pool,
     pinned_pool: pool::Pool,
     known_ranges: pointers::KnownRanges,
+    known_streams: streams::KnownStreams,
     events: streams::Events,
     user_memory: user_memory::UserMemory,
 }
@@ -171,9 +194,7 @@ impl CudaDevice {
         // SAFETY: as above.
         let bus_id = text(|buffer, bytes| unsafe { call.cuDeviceGetPCIBusId(buffer, bytes, device) })?;
         let gpu = format!("GPU {ordinal} ({name}, {bus_id})");
-        let mut uuid = [0; 16];
-        // SAFETY: writes 16 bytes.
-        unsafe { call.cuDeviceGetUuid(&mut uuid, device) }?;
+        let uuid = uuid(driver, device)?;
         if attribute(
             driver,
             ordinal,
@@ -212,10 +233,11 @@ impl CudaDevice {
             multiprocessors: u32::try_from(multiprocessors).unwrap_or(0).max(1),
             context,
             kernels,
-            zeroing: zeroing_stream(driver)?,
+            zeroing: own_stream::create(driver)?,
             device_pool: pool::Pool::default(),
             pinned_pool: pool::Pool::default(),
             known_ranges: pointers::KnownRanges::default(),
+            known_streams: streams::KnownStreams::default(),
             events: streams::Events::default(),
             user_memory: user_memory::UserMemory::of_device(driver, ordinal, device_count(driver)?)?,
         };
@@ -303,9 +325,10 @@ impl CudaDevice {
             }
         };
         match placement {
-            Placement::Device => self.zero(address as CUdeviceptr, bytes).map_err(|failure| {
+            // Zeroing that is still under way does the block no harm: the next one that takes it queues behind that.
+            Placement::Device => self.zero(address as CUdeviceptr, bytes).map_err(|error| {
                 pool.give_back(address);
-                refused(&failure)
+                refused(&error.text)
             })?,
             // SAFETY: a block of at least `bytes` that nobody else holds, and host memory.
             Placement::Pinned => unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) },
@@ -330,28 +353,6 @@ impl CudaDevice {
         unsafe { self.driver.call.cuMemHostAlloc(&mut address, bytes, flags) }?;
         Ok(address)
     }
-
-    fn zero(&self, address: CUdeviceptr, bytes: usize) -> CallResult<()> {
-        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
-        // Whole words, so that one kernel of the driver, loaded by `open`, does every size; a block is larger still.
-        let bytes = bytes.max(1).next_multiple_of(256);
-        // SAFETY: within a block that only the caller holds, since blocks are multiples of 64 KiB.
-        unsafe { self.driver.call.cuMemsetD8Async(address, 0, bytes, self.zeroing.0) }?;
-        // SAFETY: the device's own stream; it holds nothing but zeroing, so this waits for no kernel of a rank.
-        unsafe { self.driver.call.cuStreamSynchronize(self.zeroing.0) }
-    }
-}
-
-/// Of the highest priority: beside kernels that fill the GPU, the next free multiprocessor is its.
-fn zeroing_stream(driver: &Driver) -> CallResult<Handle<CUstream_st>> {
-    let (mut least, mut greatest) = (0, 0);
-    // SAFETY: writes two ints.
-    unsafe { driver.call.cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }?;
-    let mut stream = std::ptr::null_mut();
-    let flags = types::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
-    // SAFETY: writes one handle.
-    unsafe { driver.call.cuStreamCreateWithPriority(&mut stream, flags, greatest) }?;
-    Ok(Handle(stream))
 }
 
 impl Device for CudaDevice {
@@ -369,6 +370,14 @@ impl Device for CudaDevice {
 
     fn describe(&self) -> String {
         self.gpu.clone()
+    }
+
+    fn peers(&self) -> Vec<[u8; 16]> {
+        self.reachable_peers()
+    }
+
+    fn open_peer(&self, uuid: [u8; 16]) -> Result<()> {
+        self.enable_peer(uuid)
     }
 
     fn multiprocessors(&self) -> u32 {
@@ -458,8 +467,8 @@ impl Device for CudaDevice {
         self.order(last, next)
     }
 
-    fn synchronize_stream(&self, stream: *mut c_void, give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
-        self.synchronize(stream, give_up)
+    fn health(&self) -> Result<()> {
+        self.answers()
     }
 
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void> {

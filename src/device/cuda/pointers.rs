@@ -1,7 +1,7 @@
 //! Whether a user's buffer can be reached by a GPU's kernels, and the cache of ranges that can.
 //!
-//! A range is looked up once and then trusted. Memory that its owner frees later stays trusted until its entry is
-//! overwritten: `NCCL_CHECK_POINTERS=1` looks every pointer up.
+//! A range is looked up once and then trusted, until `ncclMemFree` frees it. Memory that its owner frees otherwise stays
+//! trusted until its entry is overwritten: `NCCL_CHECK_POINTERS=1` looks every pointer up.
 
 use crate::error::{Error, Result};
 use crate::sys::cuda::Driver;
@@ -192,6 +192,17 @@ impl KnownRanges {
         self.entry(pointer, shift).write(range);
     }
 
+    /// Memory in `freed` is gone: no range that touches it covers anything any more. An entry that another thread is
+    /// writing is left alone: what it held goes without that, and nobody may look up what is being freed.
+    pub(super) fn forget(&self, freed: &Range<usize>) {
+        for entry in &self.entries {
+            let known = entry.read();
+            if known.is_some_and(|range| range.start < freed.end && freed.start < range.end) {
+                entry.write(0..0);
+            }
+        }
+    }
+
     fn entry(&self, pointer: usize, shift: u32) -> &Entry {
         // Fibonacci hashing: the top bits of the product depend on all bits of the key.
         let hash = ((pointer >> shift) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -245,6 +256,30 @@ mod tests {
             known.covers(0x1200, 0x100) && known.covers(0x1400, 0x100),
             "small neighbours are both known"
         );
+    }
+
+    #[test]
+    fn what_touches_freed_memory_is_forgotten_and_nothing_else() {
+        let known = KnownRanges::default();
+        let ranges = [
+            (0x7000_0000, 0x40_0000),
+            (0x7040_0000, 0x20_0000),
+            (0x1200, 0x100),
+            (0x1400, 0x100),
+        ];
+        for (start, bytes) in ranges {
+            known.remember(start, start..start + bytes);
+        }
+        // Two pages of one buffer: its range has an entry for each.
+        known.remember(0x7020_0000, 0x7000_0000..0x7040_0000);
+        let covered = || ranges.map(|(start, bytes)| known.covers(start, bytes));
+        known.forget(&(0x1300..0x1400));
+        assert_eq!(covered(), [true; 4], "beside the small ones");
+        known.forget(&(0x7000_0000..0x7040_0000));
+        assert_eq!(covered(), [false, true, true, true]);
+        assert!(!known.covers(0x7020_0000, 1));
+        known.forget(&(0x14ff..0x1500));
+        assert_eq!(covered(), [false, true, true, false], "a part is enough");
     }
 
     #[test]

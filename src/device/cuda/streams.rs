@@ -1,4 +1,4 @@
-//! A caller's streams: checked, put in order, waited for.
+//! A caller's streams: checked and put in order.
 //!
 //! A handle may be one of three special values: NULL and 1 are the legacy stream, 2 is the calling thread's own. The
 //! driver takes them as they are. A stream that its owner destroyed must not be passed again, nor be destroyed while it
@@ -6,21 +6,17 @@
 //! handles, and NCCL asks the same of its users. The per-thread stream means another stream in every thread, so a
 //! communicator that uses it should be called from one thread: a later call cannot order itself behind it elsewhere.
 
-use super::context::{self, Handle, RelaxedCapture, Scope};
+use super::context::{self, Handle, Scope};
 use super::CudaDevice;
+use crate::device::LEGACY_STREAM_KEY;
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CallResult, Failure};
-use cudarc::driver::sys::{CUctx_st, CUevent_flags, CUevent_st, CUresult, CUstream_st};
+use cudarc::driver::sys::{CUctx_st, CUevent_flags, CUevent_st, CUresult, CUstream_flags, CUstream_st};
 use parking_lot::Mutex;
 use std::ffi::{c_int, c_uint, c_void};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The key of the legacy stream; the driver counts ids up from small numbers.
-const LEGACY_KEY: u64 = u64::MAX;
-
-const LONGEST_PAUSE: Duration = Duration::from_micros(50);
-/// Yields before the first sleep: a collective is mostly done by then.
-const YIELDS: u32 = 64;
+const KNOWN_STREAMS: usize = 64;
 
 /// Events at rest, one for each thread that ever ordered two streams at the same moment.
 #[derive(Default)]
@@ -28,12 +24,44 @@ pub(super) struct Events {
     idle: Mutex<Vec<Handle<CUevent_st>>>,
 }
 
+/// Keys of streams that were found to be this GPU's, by their ids: a direct-mapped table, read and written without a
+/// lock. An id names one stream for the life of the process, unlike a handle, so an entry stays true.
+pub(super) struct KnownStreams {
+    keys: [AtomicU64; KNOWN_STREAMS],
+}
+
+impl Default for KnownStreams {
+    fn default() -> KnownStreams {
+        KnownStreams {
+            // No id is as large as the legacy stream's key says, so that it stands for an empty entry.
+            keys: [const { AtomicU64::new(LEGACY_STREAM_KEY) }; KNOWN_STREAMS],
+        }
+    }
+}
+
+impl KnownStreams {
+    fn key(&self, id: u64) -> Option<u64> {
+        let key = self.entry(id).load(Ordering::Relaxed);
+        (key >> 1 == id).then_some(key)
+    }
+
+    fn remember(&self, id: u64, blocking: bool) -> u64 {
+        let key = id << 1 | u64::from(blocking);
+        self.entry(id).store(key, Ordering::Relaxed);
+        key
+    }
+
+    fn entry(&self, id: u64) -> &AtomicU64 {
+        &self.keys[id as usize % KNOWN_STREAMS]
+    }
+}
+
 fn is_legacy(stream: *mut c_void) -> bool {
     matches!(stream as usize, 0 | 1)
 }
 
-fn is_special(stream: *mut c_void) -> bool {
-    matches!(stream as usize, 0..=2)
+fn is_per_thread(stream: *mut c_void) -> bool {
+    stream as usize == 2
 }
 
 /// CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD: among them what the legacy stream
@@ -53,7 +81,8 @@ fn under_capture(stream: *mut c_void) -> Error {
 }
 
 impl CudaDevice {
-    /// Three driver calls for an ordinary stream. Nothing is cached: handles are reused, and capture begins any time.
+    /// Two driver calls for a stream that is known by its id, two more at first. Handles are used again for other
+    /// streams, and capture begins at any time: so these two questions are asked at every call.
     pub(super) fn stream_key(&self, stream: *mut c_void) -> Result<u64> {
         let _scope = self.scope()?;
         let handle = stream.cast::<CUstream_st>();
@@ -68,15 +97,23 @@ impl CudaDevice {
             return Err(under_capture(stream));
         }
         if is_legacy(stream) {
-            return Ok(LEGACY_KEY);
-        }
-        if !is_special(stream) {
-            self.check_stream_device(stream)?;
+            return Ok(LEGACY_STREAM_KEY);
         }
         let mut id = 0;
         // SAFETY: as above; the context that the per-thread stream belongs to is current.
         unsafe { self.driver.call.cuStreamGetId(handle, &mut id) }.map_err(refused)?;
-        Ok(id)
+        if let Some(key) = self.known_streams.key(id) {
+            return Ok(key);
+        }
+        if is_per_thread(stream) {
+            return Ok(self.known_streams.remember(id, true));
+        }
+        self.check_stream_device(stream)?;
+        let mut flags = 0;
+        // SAFETY: as above; writes one int.
+        unsafe { self.driver.call.cuStreamGetFlags(handle, &mut flags) }.map_err(refused)?;
+        let blocking = flags & CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint == 0;
+        Ok(self.known_streams.remember(id, blocking))
     }
 
     /// A stream of this GPU but of another context than the primary one passes: a green context's stream takes the
@@ -140,30 +177,5 @@ impl CudaDevice {
                 .cuEventCreate(&mut event, CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint)
         }?;
         Ok(Handle(event))
-    }
-
-    /// Polls: a blocking wait could not be given up.
-    pub(super) fn synchronize(&self, stream: *mut c_void, give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
-        let _scope = self.scope()?;
-        let _relaxed = RelaxedCapture::enter(self.driver)?;
-        let mut polls = 0u32;
-        loop {
-            // SAFETY: the caller's handle, accepted by `stream_key`.
-            match unsafe { self.driver.call.cuStreamQuery(stream.cast()) } {
-                Ok(()) => return Ok(()),
-                Err(failure) if failure.is(CUresult::CUDA_ERROR_NOT_READY) => {}
-                Err(failure) if concerns_capture(&failure) => return Err(under_capture(stream)),
-                Err(failure) => return Err(Error::from(failure).within(format!("waiting for stream {stream:p}"))),
-            }
-            if let Some(error) = give_up() {
-                return Err(error);
-            }
-            polls = polls.saturating_add(1);
-            if polls <= YIELDS {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(LONGEST_PAUSE);
-            }
-        }
     }
 }

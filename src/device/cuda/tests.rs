@@ -1,7 +1,7 @@
 //! The CUDA device against the stand-in driver of `sys::fake`.
 
 use super::*;
-use crate::device::Kernel;
+use crate::device::{Kernel, LEGACY_STREAM_KEY};
 use crate::error::Code;
 use crate::request::{DataType, ReduceOp};
 use crate::sys::fake::{Fake, FakeRange};
@@ -336,7 +336,7 @@ fn streams_are_told_apart_and_bad_ones_refused() {
     ] {
         let (fake, device) = fake_device_with(test, &[version]);
         let key = |handle: usize| device.check_stream(handle as *mut c_void);
-        assert_eq!(key(0), key(1));
+        assert_eq!((key(0), key(1)), (Ok(LEGACY_STREAM_KEY), Ok(LEGACY_STREAM_KEY)));
         let keys = [key(0), key(2), key(0x600), key(0x601), key(0x506)].map(|key| key.expect("a stream"));
         for (i, one) in keys.iter().enumerate() {
             assert!(!keys[i + 1..].contains(one), "{keys:?}");
@@ -375,24 +375,145 @@ fn streams_are_ordered_by_one_event_that_is_used_again() {
 }
 
 #[test]
-fn waiting_for_a_stream_ends_with_its_work_or_when_given_up() {
-    let (fake, device) = fake_device("synchronize");
-    let stream = 0x600 as *mut c_void;
-    fake.set(c"fake_not_ready", 100i32);
-    device.synchronize_stream(stream, &|| None).expect("done");
-    assert_eq!(fake.count(c"cuStreamQuery"), 101);
-    fake.set(c"fake_not_ready", 1000i32);
-    let polls = std::cell::Cell::new(0);
-    let give_up = || {
-        polls.set(polls.get() + 1);
-        (polls.get() == 5).then(|| Error::remote("rank 1 was lost"))
+fn keys_tell_blocking_streams_and_ids_what_is_known() {
+    let (fake, device) = fake_device("blocking_streams");
+    let key = |handle: usize| device.check_stream(handle as *mut c_void).expect("a stream");
+    let asked = || {
+        [
+            c"cuStreamIsCapturing",
+            c"cuStreamGetId",
+            c"cuStreamGetCtx",
+            c"cuStreamGetFlags",
+        ]
+        .map(|call| fake.count(call))
     };
+    assert_eq!((key(2), asked()), (2 << 1 | 1, [1, 1, 0, 0]), "the per-thread stream");
+    assert_eq!((key(0x600), asked()), (0x600 << 1, [2, 2, 1, 1]));
+    assert_eq!((key(0x600), asked()), (0x600 << 1, [3, 3, 1, 1]), "known");
+    // The stream was destroyed and its handle given to a blocking one.
+    fake.set(c"fake_generation", 1i32);
+    fake.set(c"fake_stream_flags", 0i32);
+    assert_eq!((key(0x600), asked()), (0x10600 << 1 | 1, [4, 4, 2, 2]));
+    fake.set(c"fake_generation", 0i32);
+    assert_eq!(key(0x640), 0x640 << 1 | 1, "takes the place of the first");
+    assert_eq!(key(0x640), 0x640 << 1 | 1);
+    let before = fake.count(c"cuStreamGetFlags");
+    key(0x600);
+    assert_eq!(fake.count(c"cuStreamGetFlags"), before + 1, "forgotten, so asked again");
+}
+
+#[test]
+fn a_gpu_that_does_not_answer_is_told_with_its_cause() {
+    let (fake, device) = fake_device("health");
+    assert_eq!(device.health(), Ok(()));
+    fake.set(c"fake_not_ready", 1i32);
+    assert_eq!(device.health(), Ok(()), "busy is healthy");
+    assert_eq!(fake.get::<i32>(c"fake_not_ready"), 0, "it was asked");
+    for (status, parts) in [
+        (
+            700,
+            [
+                "GPU 0 (Fake, 0000:01:00.0)",
+                "cuStreamQuery failed: 700 (CUDA_ERROR_ILLEGAL_ADDRESS): a kernel of this process faulted",
+            ],
+        ),
+        (
+            999,
+            [
+                "cuStreamQuery failed: 999: the GPU or its driver failed",
+                "restart the process",
+            ],
+        ),
+    ] {
+        fake.set(c"fake_stream_status", status);
+        assert_refused(device.health(), Code::UnhandledCudaError, &parts);
+    }
+    assert_eq!((fake.ask(c"fake_depth"), fake.ask(c"fake_mode")), (0, 0));
+}
+
+#[test]
+fn zeroing_is_polled_up_to_its_deadline() {
+    let (fake, device) = fake_device("zeroing");
+    let queries = fake.count(c"cuStreamQuery");
+    fake.set(c"fake_not_ready", 100i32);
+    device.clone().allocate(1, Placement::Device).expect("zeroed");
+    assert_eq!(fake.count(c"cuStreamQuery"), queries + 101);
+    fake.set(c"fake_not_ready", i32::MAX);
+    let _guards = (device.scope(), RelaxedCapture::enter(device.driver));
     assert_refused(
-        device.synchronize_stream(stream, &give_up),
-        Code::RemoteError,
-        &["rank 1 was lost"],
+        device.wait_for_zeroing(512, std::time::Duration::ZERO),
+        Code::UnhandledCudaError,
+        &["GPU 0 did not zero 512 bytes within 0 s: kernels that wait for ranks fill it"],
     );
-    assert_eq!(fake.count(c"cuStreamQuery"), 106);
+}
+
+#[test]
+fn peers_are_the_other_gpus_within_reach() {
+    let (fake, device) = fake_device("peers");
+    assert_eq!(device.peers(), [[0x41; 16]]);
+    for trouble in [c"fake_no_access", c"fake_fail_access", c"fake_fail_uuid"] {
+        fake.set(trouble, 1i32);
+        assert!(device.peers().is_empty(), "{trouble:?}");
+        fake.set(trouble, 0i32);
+    }
+}
+
+#[test]
+fn a_peer_is_opened_from_the_devices_own_context_and_may_be_again() {
+    let (fake, device) = fake_device("open_peer");
+    fake.set(c"fake_no_access", 1i32);
+    assert_refused(
+        device.open_peer([0x41; 16]),
+        Code::UnhandledCudaError,
+        &[
+            "cannot address the memory of GPU 1: cuCtxEnablePeerAccess failed: 217",
+            "NCCL_P2P_DISABLE=1",
+        ],
+    );
+    fake.set(c"fake_no_access", 0i32);
+    for _ in 0..2 {
+        assert_eq!(device.open_peer([0x41; 16]), Ok(()));
+    }
+    assert_eq!(fake.count(c"cuCtxEnablePeerAccess"), 3);
+    assert_eq!(fake.get::<*mut CUctx_st>(c"fake_peer_opener"), device.context.0);
+    let peer = CudaDevice::open(fake.driver(), 1, IMAGE).expect("GPU 1");
+    assert_eq!(fake.get::<*mut CUctx_st>(c"fake_opened_peer"), peer.context.0);
+    for unknown in [[0x42; 16], [0x40; 16]] {
+        assert_refused(
+            device.open_peer(unknown),
+            Code::InternalError,
+            &[
+                &format!("UUID {:032x}", u128::from_be_bytes(unknown)),
+                "no other GPU of this process",
+            ],
+        );
+    }
+    assert_eq!((fake.ask(c"fake_depth"), fake.ask(c"fake_mode")), (0, 0));
+}
+
+#[test]
+fn freed_user_memory_is_trusted_by_no_device() {
+    let (fake, device) = fake_device("freed");
+    // No test opens so many GPUs: the slot stands for any other device of the process.
+    let other =
+        OPENED[MOST_DEVICES - 1].get_or_init(|| Arc::new(CudaDevice::open(fake.driver(), 1, IMAGE).expect("GPU 1")));
+    let pointer = device.allocate_user(3 << 20).expect("memory");
+    let start = pointer as usize;
+    for known in [&device, other] {
+        known.known_ranges.remember(start, start..start + (4 << 20));
+        known.known_ranges.remember(0x1000, 0x1000..0x2000);
+        assert!(known.known_ranges.covers(start, 3 << 20));
+    }
+    device.free_user(pointer).expect("freed");
+    for known in [&device, other] {
+        assert!(!known.known_ranges.covers(start, 1));
+        assert!(known.known_ranges.covers(0x1000, 1), "of others nothing is forgotten");
+    }
+    assert_refused(
+        device.check_pointer("sendbuff", pointer, 1, false),
+        Code::InvalidArgument,
+        &["sendbuff", "is host memory that the GPU cannot reach"],
+    );
 }
 
 #[test]

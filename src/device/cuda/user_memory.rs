@@ -4,7 +4,7 @@
 //! a network card by handle; where it is not there, or with `NCCL_CUMEM_ENABLE=0`, from `cuMemAlloc`. Freeing may wait
 //! for the device, as `cudaFree` does, and the buffer must not be in use by work that is still running.
 
-use super::CudaDevice;
+use super::{can_access, CudaDevice};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CallResult, Driver};
 use cudarc::driver::sys as types;
@@ -15,12 +15,11 @@ use std::ffi::{c_int, c_void};
 
 /// How one buffer is given back.
 #[derive(Clone, Copy)]
-enum Buffer {
-    Allocated,
-    /// Mapped at its address with so many bytes, of one physical allocation whose handle was released after mapping.
-    Mapped {
-        bytes: usize,
-    },
+struct Buffer {
+    bytes: usize,
+    /// At its address by `cuMemMap`, of one physical allocation whose handle was released after mapping; else made by
+    /// `cuMemAlloc`.
+    mapped: bool,
 }
 
 /// What `ncclMemAlloc` gave and `ncclMemFree` has not taken back, in the whole process: any device's call may free it.
@@ -90,21 +89,15 @@ fn properties(ordinal: i32, rdma: bool) -> CUmemAllocationProp {
     }
 }
 
-fn can_access(driver: &Driver, from: i32, to: i32) -> CallResult<bool> {
-    let (from, to) = (super::device_handle(driver, from)?, super::device_handle(driver, to)?);
-    let mut can = 0;
-    // SAFETY: two devices that exist; writes one int.
-    unsafe { driver.call.cuDeviceCanAccessPeer(&mut can, from, to) }?;
-    Ok(can != 0)
-}
-
 impl CudaDevice {
     pub(super) fn allocate_for_user(&self, bytes: usize) -> Result<*mut c_void> {
         let (address, buffer) = match &self.user_memory.properties {
             Some(properties) => self.map_new(properties, bytes),
-            None => self
-                .device_memory(bytes.max(1))
-                .map(|address| (address, Buffer::Allocated)),
+            None => {
+                let bytes = bytes.max(1);
+                self.device_memory(bytes)
+                    .map(|address| (address, Buffer { bytes, mapped: false }))
+            }
         }
         .map_err(|failure| Error::cuda(format!("ncclMemAlloc of {bytes} bytes on {}: {failure}", self.gpu)))?;
         BUFFERS.lock().insert(address as usize, buffer);
@@ -154,7 +147,7 @@ impl CudaDevice {
         // The mapping keeps the memory: without the handle it goes when it is unmapped.
         // SAFETY: the handle that cuMemCreate gave, used for the last time.
         unsafe { call.cuMemRelease(handle) }?;
-        mapped.map(|()| (address, Buffer::Mapped { bytes }))
+        mapped.map(|()| (address, Buffer { bytes, mapped: true }))
     }
 
     pub(super) fn free_for_user(&self, pointer: *mut c_void) -> Result<()> {
@@ -164,6 +157,10 @@ impl CudaDevice {
                 "ncclMemFree of {pointer:p}, which ncclMemAlloc did not give or was freed"
             )));
         };
+        // Before the driver may give the address to anyone else.
+        let freed = pointer as usize..(pointer as usize).saturating_add(buffer.bytes);
+        self.known_ranges.forget(&freed);
+        super::opened().for_each(|device| device.known_ranges.forget(&freed));
         match self.release(pointer as CUdeviceptr, buffer) {
             Err(failure) if !failure.is_shutdown() => Err(Error::cuda(format!(
                 "ncclMemFree of {pointer:p} on {}: {failure}",
@@ -176,13 +173,13 @@ impl CudaDevice {
     fn release(&self, address: CUdeviceptr, buffer: Buffer) -> CallResult<()> {
         let _guards = (self.scope()?, super::context::RelaxedCapture::enter(self.driver)?);
         let call = &self.driver.call;
-        match buffer {
+        match buffer.mapped {
             // SAFETY: an allocation of this library that was not freed before.
-            Buffer::Allocated => unsafe { call.cuMemFree(address) },
+            false => unsafe { call.cuMemFree(address) },
             // SAFETY: a whole mapping of this library, then its range, which nothing is mapped in any more.
-            Buffer::Mapped { bytes } => unsafe {
-                call.cuMemUnmap(address, bytes)
-                    .and_then(|()| call.cuMemAddressFree(address, bytes))
+            true => unsafe {
+                call.cuMemUnmap(address, buffer.bytes)
+                    .and_then(|()| call.cuMemAddressFree(address, buffer.bytes))
             },
         }
     }
