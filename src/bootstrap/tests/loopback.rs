@@ -17,7 +17,7 @@ fn gather(session: &Session, payload: &str) -> Result<Vec<String>> {
 /// The events that a session reports from now on.
 fn events(session: &Session) -> Receiver<PeerEvent> {
     let (sender, receiver) = mpsc::channel();
-    session.watch(Box::new(move |event| sender.send(event).unwrap_or_default()));
+    session.watch(reporting(move |event| sender.send(event).unwrap_or_default()));
     receiver
 }
 
