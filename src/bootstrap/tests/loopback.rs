@@ -343,6 +343,40 @@ fn a_scalable_init_meets_at_the_first_id_and_uses_up_the_others() {
     );
 }
 
+#[test]
+fn a_watched_session_beats_until_it_ends_whatever_a_beat_does() {
+    let _alone = alone();
+    let mut sessions = communicator(3);
+    let beating: Vec<_> = sessions
+        .iter()
+        .take(2)
+        .map(|session| {
+            let (sender, beats) = mpsc::channel();
+            session.watch(Watch {
+                report: Box::new(|_| {}),
+                beat: Box::new(move || {
+                    sender.send(()).unwrap();
+                    panic!("as a defect would");
+                }),
+            });
+            beats
+        })
+        .collect();
+    for beats in &beating {
+        (0..3).for_each(|_| beats.recv_timeout(TIMEOUT).unwrap());
+    }
+    sessions.remove(0).leave();
+    // Its watch is dropped with it, and the other one goes on.
+    while beating[0].recv_timeout(TIMEOUT).is_ok() {}
+    assert_eq!(
+        beating[0].recv_timeout(TIMEOUT),
+        Err(mpsc::RecvTimeoutError::Disconnected)
+    );
+    beating[1].try_iter().for_each(drop);
+    beating[1].recv_timeout(TIMEOUT).unwrap();
+    sessions.into_iter().for_each(Session::leave);
+}
+
 /// A port that was free a moment ago.
 fn free_port(ip: &str) -> Option<std::net::SocketAddr> {
     std::net::TcpListener::bind((ip, 0))
