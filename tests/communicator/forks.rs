@@ -61,8 +61,8 @@ fn a_forked_child_does_not_hide_that_its_parent_was_killed() {
 pub(crate) fn forked_and_killed() {
     let rank: i32 = text("TEST_RANK").parse().unwrap();
     let comm = join(unhex(&text("TEST_IDS")), 2, rank).unwrap();
-    comm.check_sum(1000);
     if text("TEST_RANK") == text("TEST_VICTIM") {
+        comm.check_sum(1000);
         // SAFETY: the child calls nothing but close, sleep and _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -77,7 +77,12 @@ pub(crate) fn forked_and_killed() {
         std::fs::write(text("TEST_MARK"), format!("{child}\n")).unwrap();
         std::thread::sleep(2 * LIMIT);
     }
-    let error = comm.submit(&contribution(rank, 10), &mut [POISON; 10]).unwrap_err();
+    // The victim takes part once; it may be killed before this rank has left even that operation.
+    let error = loop {
+        if let Err(error) = comm.submit(&contribution(rank, 1000), &mut [POISON; 1000]) {
+            break error;
+        }
+    };
     assert_eq!(error.code, Code::RemoteError, "{error}");
     assert!(error.text.contains(&format!("rank {}", text("TEST_VICTIM"))), "{error}");
     comm.destroy().unwrap();
