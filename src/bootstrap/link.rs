@@ -2,6 +2,7 @@
 //!
 //! All descriptors are CLOEXEC. Sends carry MSG_NOSIGNAL: the host program may not ignore SIGPIPE.
 
+use super::descriptor::Descriptor;
 use super::wire::Inbox;
 use rustix::event::PollFlags;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -60,19 +61,19 @@ pub(super) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
     }
 }
 
-fn socket(address: SocketAddr) -> Result<OwnedFd, Errno> {
+fn socket(address: SocketAddr) -> Result<Descriptor, Errno> {
     let family = if address.is_ipv4() {
         AddressFamily::INET
     } else {
         AddressFamily::INET6
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    above_standard(with_descriptors(|| {
+    Descriptor::new(with_descriptors(|| {
         net::socket_with(family, SocketType::STREAM, flags, None)
     })?)
 }
 
-pub(super) struct Listener(OwnedFd);
+pub(super) struct Listener(Descriptor);
 
 impl Listener {
     /// Listens at `address`, whose port may be 0; also the address with its port.
@@ -90,7 +91,7 @@ impl Listener {
     pub(super) fn accept(&self) -> Result<Option<Link>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match with_descriptors(|| net::accept_with(&self.0, flags)) {
-            Ok(fd) => Ok(Some(Link::new(above_standard(fd)?, false))),
+            Ok(fd) => Ok(Some(Link::new(Descriptor::new(fd)?, false))),
             Err(Errno::AGAIN) => Ok(None),
             Err(errno) => Err(errno),
         }
@@ -104,7 +105,7 @@ impl AsFd for Listener {
 }
 
 pub(super) struct Link {
-    fd: OwnedFd,
+    fd: Descriptor,
     connecting: bool,
     pub(super) inbox: Inbox,
     outbox: VecDeque<Arc<[u8]>>,
@@ -115,7 +116,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    fn new(fd: OwnedFd, connecting: bool) -> Link {
+    fn new(fd: Descriptor, connecting: bool) -> Link {
         // Small messages both ways, and a host that lost power must be noticed without traffic. A socket that is dead
         // already refuses these; the next read says why.
         let _ = sockopt::set_tcp_nodelay(&fd, true);

@@ -12,7 +12,8 @@
 //! connections of the ranks that live here. It starts at the first need and ends, with every descriptor closed, when
 //! nothing needs it. `rendezvous` (root), `hub` (star) and `member` (one rank) are state machines without I/O: events
 //! and the time go in, effects come out. `driver` moves bytes between them and `link`; `service` is how other threads
-//! reach it; `session` is the blocking face for the communicator.
+//! reach it; `session` is the blocking face for the communicator. A forked child has neither the thread nor the
+//! descriptors (`descriptor`), and starts afresh.
 //!
 //! Ordering rules: a connection carries nothing but the handshake until both ends proved the secret. The roster goes
 //! out once, after every check. A rank returns from `join` only when all ranks are attached to the star, so whoever
@@ -20,6 +21,7 @@
 //! round ended for it.
 
 mod answer;
+mod descriptor;
 mod driver;
 mod handshake;
 mod hub;
@@ -67,6 +69,15 @@ pub enum PeerEvent {
     Lost { rank: u32, place: String },
     /// The rank called ncclCommAbort.
     Aborted { rank: u32, place: String },
+}
+
+/// What a session calls from the library's thread once it is watched. Neither may wait for a lock that a caller holds
+/// while it waits for peers, and neither may end the session or own it.
+pub struct Watch {
+    /// At most once a rank, when another rank is lost or aborts.
+    pub report: Box<dyn Fn(PeerEvent) + Send>,
+    /// About twice a second, for what must be looked at while every caller is inside a kernel.
+    pub beat: Box<dyn Fn() + Send>,
 }
 
 /// Lets another thread end a join or a gather that waits.

@@ -2,24 +2,25 @@
 //!
 //! The thread is started by the first command and ends by itself, descriptors closed, when nothing needs it. Whether
 //! it ends is decided under the lock that a command is posted under, so that no command is lost. After a fork the
-//! child has no such thread; its first command starts one of its own.
+//! child has no such thread: it lets go of all that the parent's thread had, and its first command starts one of its
+//! own.
 
 use super::answer::Reply;
+use super::descriptor::{self, Descriptor};
 use super::driver::Driver;
 use super::handshake::Secret;
-use super::link::{above_standard, describe, with_descriptors};
+use super::link::{describe, with_descriptors};
 use super::member::Farewell;
 use super::rendezvous::{already_used, Outcome};
 use super::unique_id::Root;
-use super::{Introduction, PeerEvent};
+use super::{Introduction, Watch};
 use crate::error::{Error, Result};
-use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use rustix::event::{eventfd, EventfdFlags};
-use rustix::fd::OwnedFd;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -29,7 +30,6 @@ const REMEMBERED_IDS: usize = 1024;
 
 pub(super) type SeatId = u64;
 pub(super) type Gathered = Result<Vec<Vec<u8>>>;
-pub(super) type Report = Box<dyn Fn(PeerEvent) + Send>;
 
 pub(super) enum Command {
     /// Serve a new id; the answer is where.
@@ -52,7 +52,7 @@ pub(super) enum Command {
     },
     Watch {
         seat: SeatId,
-        report: Report,
+        watch: Watch,
     },
     /// Dropping `done` is the answer.
     End {
@@ -74,9 +74,8 @@ pub(super) struct Join {
 }
 
 struct Running {
-    pid: u32,
     /// None once the thread decided to end.
-    wake: Option<Arc<OwnedFd>>,
+    wake: Option<Arc<Descriptor>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -87,7 +86,53 @@ struct Shared {
     used: VecDeque<(u64, Secret, Outcome)>,
 }
 
-static SHARED: Lazy<Mutex<Shared>> = Lazy::new(Mutex::default);
+/// Made at its first use and never freed. Null again in a forked child, which must neither take the parent's lock,
+/// since a thread that is gone may hold it, nor drop what is behind it, since its descriptors' numbers are closed.
+static SHARED: AtomicPtr<Mutex<Shared>> = AtomicPtr::new(null_mut());
+
+fn shared() -> &'static Mutex<Shared> {
+    let mut current = SHARED.load(Ordering::Acquire);
+    if current.is_null() {
+        let made = Box::into_raw(Box::default());
+        match SHARED.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => current = made,
+            Err(first) => {
+                // SAFETY: `made` came from a box just now, and nobody else has seen it.
+                drop(unsafe { Box::from_raw(made) });
+                current = first;
+            }
+        }
+    }
+    // SAFETY: what SHARED ever points to came from a box and is never freed.
+    unsafe { &*current }
+}
+
+/// Runs in every forked child. Async-signal-safe: it closes descriptors and stores atomics.
+unsafe extern "C" fn start_afresh() {
+    descriptor::close_in_child();
+    SHARED.store(null_mut(), Ordering::Release);
+}
+
+/// Under the lock, before the first descriptor. A fork in the middle of it may register the handler once more in the
+/// child, where running it twice does no harm.
+fn register_for_forks() -> Result<()> {
+    static REGISTERED: AtomicBool = AtomicBool::new(false);
+    if REGISTERED.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    // SAFETY: the handler is a function of this library, which libc strikes off its list should the library be
+    // unloaded, and keeps to what a handler of a fork may do.
+    match unsafe { libc::pthread_atfork(None, None, Some(start_afresh)) } {
+        0 => REGISTERED.store(true, Ordering::Relaxed),
+        code => {
+            let why = std::io::Error::from_raw_os_error(code);
+            return Err(Error::system(format!(
+                "cannot register for forks (pthread_atfork): {why}"
+            )));
+        }
+    }
+    Ok(())
+}
 
 pub(super) fn new_seat() -> SeatId {
     static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -96,12 +141,8 @@ pub(super) fn new_seat() -> SeatId {
 
 /// Hands a command to the thread, which is started if there is none.
 pub(super) fn post(command: Command) -> Result<()> {
-    let mut shared = SHARED.lock();
-    let wake = match shared
-        .running
-        .as_ref()
-        .filter(|running| running.pid == std::process::id())
-    {
+    let mut shared = shared().lock();
+    let wake = match shared.running.as_ref() {
         Some(Running { wake: Some(wake), .. }) => wake.clone(),
         _ => start(&mut shared)?,
     };
@@ -110,7 +151,7 @@ pub(super) fn post(command: Command) -> Result<()> {
     signal(&wake)
 }
 
-fn signal(wake: &OwnedFd) -> Result<()> {
+fn signal(wake: &Descriptor) -> Result<()> {
     match rustix::io::write(wake, &1u64.to_ne_bytes()) {
         // A full counter wakes as well.
         Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
@@ -121,19 +162,14 @@ fn signal(wake: &OwnedFd) -> Result<()> {
     }
 }
 
-fn start(shared: &mut Shared) -> Result<Arc<OwnedFd>> {
+fn start(shared: &mut Shared) -> Result<Arc<Descriptor>> {
     if let Some(running) = shared.running.take() {
-        if running.pid == std::process::id() {
-            join(running);
-        } else {
-            // A forked child has neither the thread nor the callers behind the commands.
-            std::mem::forget(running.thread);
-            shared.commands.clear();
-        }
+        join(running);
     }
+    register_for_forks()?;
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
     let wake = with_descriptors(|| eventfd(0, flags))
-        .and_then(above_standard)
+        .and_then(Descriptor::new)
         .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", describe(errno))))?;
     let wake = Arc::new(wake);
     let driver = Driver::new(wake.clone());
@@ -142,7 +178,6 @@ fn start(shared: &mut Shared) -> Result<Arc<OwnedFd>> {
         .spawn(move || serve(driver))
         .map_err(|error| Error::system(format!("cannot start the bootstrap thread: {error}")))?;
     shared.running = Some(Running {
-        pid: std::process::id(),
         wake: Some(wake.clone()),
         thread: Some(thread),
     });
@@ -153,19 +188,19 @@ fn start(shared: &mut Shared) -> Result<Arc<OwnedFd>> {
 fn serve(mut driver: Driver) {
     let run = std::panic::AssertUnwindSafe(|| driver.run());
     if std::panic::catch_unwind(run).is_err() {
-        let mut shared = SHARED.lock();
+        let mut shared = shared().lock();
         shared.commands.clear();
         end(&mut shared);
     }
 }
 
 pub(super) fn take_commands() -> Vec<Command> {
-    std::mem::take(&mut SHARED.lock().commands)
+    std::mem::take(&mut shared().lock().commands)
 }
 
 /// Called by the idle thread: whether it may end. After true the next command starts another.
 pub(super) fn may_end() -> bool {
-    let mut shared = SHARED.lock();
+    let mut shared = shared().lock();
     if !shared.commands.is_empty() {
         return false;
     }
@@ -181,9 +216,8 @@ fn end(shared: &mut Shared) {
 
 /// Waits for the thread if it decided to end, so that a caller who ended its last session finds no thread left.
 pub(super) fn reap() {
-    let ending =
-        |running: &mut Running| running.wake.is_none() && running.pid == std::process::id() && running.thread.is_some();
-    let ended = SHARED.lock().running.take_if(ending);
+    let ending = |running: &mut Running| running.wake.is_none() && running.thread.is_some();
+    let ended = shared().lock().running.take_if(ending);
     if let Some(running) = ended {
         join(running);
     }
@@ -197,7 +231,7 @@ fn join(mut running: Running) {
 }
 
 pub(super) fn remember(uid: u64, secret: Secret, outcome: Outcome) {
-    let mut shared = SHARED.lock();
+    let mut shared = shared().lock();
     if shared.used.len() == REMEMBERED_IDS {
         shared.used.pop_front();
     }
@@ -206,7 +240,7 @@ pub(super) fn remember(uid: u64, secret: Secret, outcome: Outcome) {
 
 /// What a rank is told that comes with an id that this process served; None if it never did or forgot.
 pub(super) fn used(uid: u64) -> Option<(Secret, Error)> {
-    let shared = SHARED.lock();
+    let shared = shared().lock();
     let (_, secret, outcome) = shared.used.iter().find(|(used, ..)| *used == uid)?;
     Some((*secret, already_used(outcome)))
 }

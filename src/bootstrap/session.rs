@@ -5,11 +5,11 @@
 use super::answer::{self, Answer, NoAnswer};
 use super::interfaces;
 use super::member::Farewell;
-use super::service::{self, Command, Join, Report, SeatId};
+use super::service::{self, Command, Join, SeatId};
 use super::settings::Settings;
 use super::unique_id::{Host, Root, UniqueId};
 use super::wire::{cut, MAX_CONTRIBUTION_BYTES, MAX_INTRODUCTION_BYTES, MAX_PLACE_BYTES, MAX_RANKS, MAX_TIMEOUT_MS};
-use super::{named, Cancel, Introduction, PeerEvent, GRACE};
+use super::{named, Cancel, Introduction, Watch, GRACE};
 use crate::error::{Error, Result};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -178,14 +178,12 @@ impl Session {
         })
     }
 
-    /// Calls `report` from a library thread, at most once a rank, when another rank is lost or aborts. What happened
-    /// before is reported at once. `report` must return soon; it must neither end this session
-    /// nor own it.
-    pub fn watch(&self, report: Box<dyn Fn(PeerEvent) + Send>) {
-        let report: Report = report;
+    /// Calls both parts of `watch` from a library thread until the session ends. What happened before is reported at
+    /// once. A communicator of one rank has no peer to watch, and nothing is called.
+    pub fn watch(&self, watch: Watch) {
         if let Some(seat) = self.seat {
             // Without a thread the session has ended already, and so have the reports.
-            let _ = service::post(Command::Watch { seat, report });
+            let _ = service::post(Command::Watch { seat, watch });
         }
     }
 

@@ -1,6 +1,7 @@
 //! What any thread may do to a communicator at any time: end its waits, and say why.
 //!
-//! The alarm outlives the communicator's other parts, since the session's thread holds it to report lost peers. It
+//! The alarm outlives the communicator's other parts, since the session's thread holds it to report lost peers and to
+//! look for faults. It
 //! keeps the asynchronous error that `ncclCommGetAsyncError` answers: the first one stays, later ones are its echo.
 
 use crate::bootstrap::{Cancel, PeerEvent};
@@ -83,12 +84,17 @@ impl Alarm {
         self.stop(Stop::Abort);
     }
 
-    /// A fault that a kernel reported: one that only names a long wait is said, every other one stays.
+    /// A fault that a kernel reported: one that only names a long wait is said; every other one stays, and ends the
+    /// waits that a host kernel's caller is in. The session's thread calls this too, since every other caller may be
+    /// inside a kernel; so it takes no lock but the engine's place, which is never held while anything waits.
     pub(crate) fn take_fault(&self) {
         let fault = self.engine.lock().as_ref().and_then(|engine| engine.take_fault());
         match fault {
             Some(report) if report.code == crate::error::Code::InProgress => warning!("{report}"),
-            Some(fault) => self.announce(fault),
+            Some(fault) => {
+                self.announce(fault);
+                self.stop(Stop::PeerLost);
+            }
             None => {}
         }
     }

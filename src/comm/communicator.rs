@@ -10,7 +10,7 @@
 
 use super::alarm::Alarm;
 use super::registry::Pace;
-use crate::bootstrap::Session;
+use crate::bootstrap::{Session, Watch};
 use crate::device::Device;
 use crate::error::{Code, Error, Result};
 use crate::launch::{self, Engine};
@@ -90,8 +90,11 @@ impl Communicator {
     pub(crate) fn become_ready(&self, engine: Engine, session: Session) {
         let engine = Arc::new(engine);
         self.alarm.arm(Arc::clone(&engine));
-        let alarm = Arc::clone(&self.alarm);
-        session.watch(Box::new(move |event| alarm.report(&event)));
+        let (reporter, beater) = (Arc::clone(&self.alarm), Arc::clone(&self.alarm));
+        session.watch(Watch {
+            report: Box::new(move |event| reporter.report(&event)),
+            beat: Box::new(move || beater.take_fault()),
+        });
         // Only the one thread that makes the communicator comes here, so that the cell is empty.
         let _ = self.engine.set(engine);
         *self.session.lock() = Some(session);

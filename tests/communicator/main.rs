@@ -1,9 +1,12 @@
 //! Communicators end to end on the host device: creation, sums, errors, every way to end one.
 //!
-//! Ranks are threads of this process; what cannot share a process with other tests is in `processes`.
+//! Ranks are threads of this process; what cannot share a process with other tests is in `processes`, `forks` and
+//! `waits`.
 
+mod forks;
 mod processes;
 mod ranks;
+mod waits;
 
 use nccl::abi::config::Config;
 use nccl::comm::{self, Progress};

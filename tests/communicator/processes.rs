@@ -1,10 +1,12 @@
 //! Tests that run in processes of their own: what counts descriptors and threads, needs its own environment, or kills a
 //! rank. Such a process is this program again, with the role's name in `OSSICLE_TEST_ROLE`.
 
+use crate::forks;
 use crate::ranks::{
     check_all, code, contribution, init, join, make, new_id, outcome, pause, start, still_works, sum, threads, Id,
     Running, LIMIT, POISON,
 };
+use crate::waits;
 use nccl::comm::{self, Progress};
 use nccl::error::Code;
 use std::path::Path;
@@ -26,11 +28,6 @@ fn an_init_that_waits_is_aborted_and_leaves_nothing() {
 #[test]
 fn communicators_leave_nothing_behind() {
     run_role("cycles", &[]);
-}
-
-#[test]
-fn a_forked_child_is_told_to_make_its_own() {
-    run_role("fork", &[]);
 }
 
 #[test]
@@ -75,7 +72,10 @@ fn role() {
         Ok("missing") => missing(),
         Ok("non_blocking") => non_blocking(),
         Ok("cycles") => cycles(),
-        Ok("fork") => fork(),
+        Ok("fork") => forks::fork(),
+        Ok("forked_and_killed") => forks::forked_and_killed(),
+        Ok("waits") => waits::waits(),
+        Ok("waits_fail") => waits::waits_fail(),
         Ok("exit") => drop(make(2)),
         Ok("killed") => killed(),
         Ok(unknown) => panic!("no role {unknown}"),
@@ -138,26 +138,7 @@ fn cycles() {
     );
 }
 
-fn fork() {
-    let comm = make(1)[0];
-    // SAFETY: the child makes calls of the library, which must answer there, and leaves by _exit.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        let right = code(comm.submit(&[1], &mut [0])) == Some(Code::InvalidUsage)
-            && code(comm.destroy()) == Some(Code::InvalidUsage);
-        // SAFETY: ends the child without running anything of its parent's.
-        unsafe { libc::_exit(if right { 0 } else { 3 }) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for the child made above and writes its status to a local.
-    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
-    assert_eq!(status, 0, "the child's calls were not refused as they must be");
-    comm.check_sum(10);
-    comm.destroy().unwrap();
-}
-
 fn killed() {
-    let text = |name: &str| std::env::var(name).unwrap();
     let rank: i32 = text("TEST_RANK").parse().unwrap();
     let ids: Vec<Id> = text("TEST_IDS").split(' ').map(unhex).collect();
     let comm = join(ids[0], 3, rank).unwrap();
@@ -214,26 +195,31 @@ impl Holdings {
     }
 }
 
+/// A value that the test gave the role.
+pub(crate) fn text(name: &str) -> String {
+    std::env::var(name).unwrap()
+}
+
 fn lines(path: &str) -> usize {
     std::fs::read_to_string(path).unwrap().lines().count()
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn unhex(text: &str) -> Id {
+pub(crate) fn unhex(text: &str) -> Id {
     std::array::from_fn(|i| u8::from_str_radix(&text[2 * i..2 * i + 2], 16).unwrap())
 }
 
 /// This program again, in a role.
-struct Role {
+pub(crate) struct Role {
     pid: i32,
     output: Running<Output>,
 }
 
 impl Role {
-    fn start(name: &str, variables: &[(&str, &str)]) -> Role {
+    pub(crate) fn start(name: &str, variables: &[(&str, &str)]) -> Role {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["processes::role", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, name)
@@ -250,14 +236,14 @@ impl Role {
         }
     }
 
-    fn kill(self) {
+    pub(crate) fn kill(self) {
         // SAFETY: the process is this one's child and was not waited for by anyone who would let its number go, since
         // its output is read until it ends.
         unsafe { libc::kill(self.pid, libc::SIGKILL) };
         outcome(self.output);
     }
 
-    fn finish(self) -> Output {
+    pub(crate) fn finish(self) -> Output {
         match self.output.1.recv_timeout(2 * LIMIT) {
             Ok(output) => output,
             Err(_) => {
@@ -269,7 +255,7 @@ impl Role {
     }
 }
 
-fn check_success(output: &Output) {
+pub(crate) fn check_success(output: &Output) {
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(
         output.status.success(),
@@ -280,6 +266,6 @@ fn check_success(output: &Output) {
     );
 }
 
-fn run_role(name: &str, variables: &[(&str, &str)]) {
+pub(crate) fn run_role(name: &str, variables: &[(&str, &str)]) {
     check_success(&Role::start(name, variables).finish());
 }

@@ -8,6 +8,7 @@ mod seats;
 mod traffic;
 
 use super::answer::Reply;
+use super::descriptor::Descriptor;
 use super::handshake::{Caller, DoorKey, Doorman};
 use super::link::Link;
 use super::member::Side;
@@ -15,7 +16,6 @@ use super::service::{self, SeatId};
 use super::PeerId;
 use doors::{Door, Listening, Strangers};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
-use rustix::fd::OwnedFd;
 use seats::Seat;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -54,13 +54,14 @@ struct Line {
 type ListenerId = u64;
 
 pub(super) struct Driver {
-    wake: Arc<OwnedFd>,
+    wake: Arc<Descriptor>,
     next: u64,
     listeners: BTreeMap<ListenerId, Listening>,
     lines: BTreeMap<PeerId, Line>,
     doors: HashMap<DoorKey, Door>,
     seats: BTreeMap<SeatId, Seat>,
     strangers: Strangers,
+    next_beat: Instant,
     /// Answers to ranks that left, held until it is known whether the thread ends with them.
     released: Vec<Reply<()>>,
 }
@@ -71,7 +72,7 @@ enum Ready {
 }
 
 impl Driver {
-    pub(super) fn new(wake: Arc<OwnedFd>) -> Driver {
+    pub(super) fn new(wake: Arc<Descriptor>) -> Driver {
         Driver {
             wake,
             next: 0,
@@ -80,6 +81,7 @@ impl Driver {
             doors: HashMap::new(),
             seats: BTreeMap::new(),
             strangers: Strangers::default(),
+            next_beat: Instant::now(),
             released: Vec::new(),
         }
     }
@@ -186,7 +188,8 @@ impl Driver {
         let doors = self.doors.values().filter_map(|door| door.machine.poll_deadline());
         let seats = self.seats.values().filter_map(|seat| seat.member.poll_deadline());
         let pauses = self.listeners.values().filter_map(|listening| listening.paused_until);
-        lines.chain(doors).chain(seats).chain(pauses).min()
+        let waits = lines.chain(doors).chain(seats).chain(pauses);
+        waits.chain(self.beat_deadline()).min()
     }
 
     fn handle_time(&mut self, now: Instant) {
@@ -220,6 +223,9 @@ impl Driver {
             .filter(|listening| due(listening.paused_until))
         {
             listening.paused_until = None;
+        }
+        if due(self.beat_deadline()) {
+            self.beat(now);
         }
     }
 

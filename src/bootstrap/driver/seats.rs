@@ -4,15 +4,18 @@ use super::super::answer::Reply;
 use super::super::handshake::{Caller, DoorKey, Role, Secret};
 use super::super::link::{describe, Link};
 use super::super::member::{star_secret, Action, Member, Side, Trouble};
-use super::super::service::{Command, Gathered, Join, Report, SeatId};
+use super::super::service::{Command, Gathered, Join, SeatId};
 use super::super::session::random;
 use super::super::unique_id::{Host, Root};
 use super::super::wire::HubAddress;
-use super::super::{Introduction, PeerEvent, PeerId};
+use super::super::{Introduction, PeerEvent, PeerId, Watch};
 use super::{Driver, Owner, STRANGER_TIMEOUT};
 use crate::error::Result;
 use std::net::SocketAddr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// How often a watched session beats.
+const BEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 pub(super) struct Seat {
     pub(super) member: Member,
@@ -23,7 +26,7 @@ pub(super) struct Seat {
     star_line: Option<PeerId>,
     joined: Option<Reply<Result<Vec<Introduction>>>>,
     gathered: Option<Reply<Gathered>>,
-    report: Option<Report>,
+    watch: Option<Watch>,
     /// What happened before `watch`.
     unreported: Vec<PeerEvent>,
     leaving: Vec<Reply<()>>,
@@ -39,6 +42,20 @@ impl Seat {
 }
 
 impl Driver {
+    /// All ranks of this process beat at once, so that the thread wakes no oftener for more of them; None while none
+    /// is watched.
+    pub(super) fn beat_deadline(&self) -> Option<Instant> {
+        let watched = self.seats.values().any(|seat| seat.watch.is_some());
+        watched.then_some(self.next_beat)
+    }
+
+    pub(super) fn beat(&mut self, now: Instant) {
+        self.next_beat = now + BEAT_INTERVAL;
+        for watch in self.seats.values().filter_map(|seat| seat.watch.as_ref()) {
+            contain(|| (watch.beat)());
+        }
+    }
+
     pub(super) fn handle_command(&mut self, command: Command) {
         match command {
             Command::OpenRendezvous {
@@ -69,12 +86,12 @@ impl Driver {
                     self.with_member(seat, |member| member.handle_contribution(payload, timeout));
                 }
             }
-            Command::Watch { seat, report } => {
+            Command::Watch { seat, watch } => {
                 if let Some(record) = self.seats.get_mut(&seat) {
                     for event in record.unreported.drain(..) {
-                        deliver(&report, event);
+                        contain(|| (watch.report)(event));
                     }
-                    record.report = Some(report);
+                    record.watch = Some(watch);
                 }
             }
             Command::End { seat, farewell, done } => match self.seats.get_mut(&seat) {
@@ -125,7 +142,7 @@ impl Driver {
             star_line: None,
             joined: Some(reply),
             gathered: None,
-            report: None,
+            watch: None,
             unreported: Vec::new(),
             leaving: Vec::new(),
         };
@@ -202,8 +219,8 @@ impl Driver {
             Action::Joined(roster) => drop(seat.joined.take().map(|reply| reply.send(Ok(roster)))),
             Action::Failed(error) => drop(seat.joined.take().map(|reply| reply.send(Err(error)))),
             Action::Round(result) => drop(seat.gathered.take().map(|reply| reply.send(result))),
-            Action::Report(event) => match &seat.report {
-                Some(report) => deliver(report, event),
+            Action::Report(event) => match &seat.watch {
+                Some(watch) => contain(|| (watch.report)(event)),
                 None => seat.unreported.push(event),
             },
             Action::Done => {
@@ -249,7 +266,7 @@ impl Driver {
     }
 }
 
-/// A report that panics must not take the thread with it.
-fn deliver(report: &Report, event: PeerEvent) {
-    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| report(event)));
+/// Part of a watch that panics must not take the thread with it.
+fn contain(part: impl FnOnce()) {
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(part));
 }

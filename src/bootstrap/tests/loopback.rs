@@ -17,7 +17,7 @@ fn gather(session: &Session, payload: &str) -> Result<Vec<String>> {
 /// The events that a session reports from now on.
 fn events(session: &Session) -> Receiver<PeerEvent> {
     let (sender, receiver) = mpsc::channel();
-    session.watch(Box::new(move |event| sender.send(event).unwrap_or_default()));
+    session.watch(reporting(move |event| sender.send(event).unwrap_or_default()));
     receiver
 }
 
@@ -341,6 +341,40 @@ fn a_scalable_init_meets_at_the_first_id_and_uses_up_the_others() {
         error.code == Code::InvalidUsage && error.text.contains("scalable"),
         "{error}"
     );
+}
+
+#[test]
+fn a_watched_session_beats_until_it_ends_whatever_a_beat_does() {
+    let _alone = alone();
+    let mut sessions = communicator(3);
+    let beating: Vec<_> = sessions
+        .iter()
+        .take(2)
+        .map(|session| {
+            let (sender, beats) = mpsc::channel();
+            session.watch(Watch {
+                report: Box::new(|_| {}),
+                beat: Box::new(move || {
+                    sender.send(()).unwrap();
+                    panic!("as a defect would");
+                }),
+            });
+            beats
+        })
+        .collect();
+    for beats in &beating {
+        (0..3).for_each(|_| beats.recv_timeout(TIMEOUT).unwrap());
+    }
+    sessions.remove(0).leave();
+    // Its watch is dropped with it, and the other one goes on.
+    while beating[0].recv_timeout(TIMEOUT).is_ok() {}
+    assert_eq!(
+        beating[0].recv_timeout(TIMEOUT),
+        Err(mpsc::RecvTimeoutError::Disconnected)
+    );
+    beating[1].try_iter().for_each(drop);
+    beating[1].recv_timeout(TIMEOUT).unwrap();
+    sessions.into_iter().for_each(Session::leave);
 }
 
 /// A port that was free a moment ago.

@@ -10,7 +10,7 @@ mod wire;
 
 use super::session::create_unique_id_with;
 use super::settings::Settings;
-use super::{Cancel, Introduction, Session, UniqueId};
+use super::{Cancel, Introduction, PeerEvent, Session, UniqueId, Watch};
 use crate::error::Result;
 use parking_lot::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -64,6 +64,14 @@ fn new_id() -> UniqueId {
 
 fn join(id: &UniqueId, introduction: Introduction, timeout: Duration) -> Result<(Session, Vec<Introduction>)> {
     Session::join_with(&on_loopback(), &[*id], introduction, timeout, &Cancel::default())
+}
+
+/// A watch that only reports.
+fn reporting(report: impl Fn(PeerEvent) + Send + 'static) -> Watch {
+    Watch {
+        report: Box::new(report),
+        beat: Box::new(|| {}),
+    }
 }
 
 /// Runs `body` once a rank, each on its own thread; what each gave.

@@ -134,7 +134,7 @@ fn a_process_that_exits_or_is_killed_is_lost_to_all_others() {
                 let rank = here[index as usize];
                 let session = join(&id, introduction(rank, 3), TIMEOUT).unwrap().0;
                 let (sender, receiver) = mpsc::channel();
-                session.watch(Box::new(move |event| sender.send(event).unwrap_or_default()));
+                session.watch(reporting(move |event| sender.send(event).unwrap_or_default()));
                 session.all_gather(Ok(vec![]), TIMEOUT, &Cancel::default()).unwrap();
                 (session, receiver)
             });
