@@ -7,8 +7,9 @@
 
 use super::{Device, DeviceKind, Kernel, Launch, Memory, Placement};
 use crate::error::{Error, Result};
+use crate::sys::condvar::Condvar;
 use once_cell::sync::Lazy;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -74,7 +75,7 @@ impl Worker {
     fn start() -> Result<Worker> {
         let mailbox = Arc::new(Mailbox {
             order: Mutex::new(Order::Idle),
-            changed: Condvar::new(),
+            changed: Condvar::default(),
         });
         let shared = mailbox.clone();
         let thread = std::thread::Builder::new()
@@ -88,7 +89,8 @@ impl Worker {
     }
 
     fn order(&self, order: Order) {
-        *self.mailbox.order.lock() = order;
+        let mut current = self.mailbox.order.lock();
+        *current = order;
         self.mailbox.changed.notify_one();
     }
 }
@@ -169,7 +171,7 @@ fn launch_together(batch: &[&Launch]) -> Result<()> {
     let total: usize = batch.iter().map(|launch| launch.blocks as usize).sum();
     let pending = Pending {
         jobs: Mutex::new(total - 1),
-        done: Condvar::new(),
+        done: Condvar::default(),
     };
     let mut jobs = Vec::with_capacity(total);
     let mut crews = Vec::with_capacity(batch.len());

@@ -7,6 +7,7 @@ use crate::ranks::{
 };
 use nccl::comm::{self, Progress};
 use nccl::error::Code;
+use nccl::group;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -154,6 +155,34 @@ fn fork() {
     assert_eq!(status, 0, "the child's calls were not refused as they must be");
     comm.check_sum(10);
     comm.destroy().unwrap();
+    fork_beside_idle_threads();
+}
+
+/// A thread that drives two ranks needs further ones, which then idle. None of them exists in a child, and what they
+/// wait in must not be in the way of the child's own communicators.
+fn fork_beside_idle_threads() {
+    let comms = make(2);
+    let mut recv = [[POISON]; 2];
+    group::start().unwrap();
+    for (comm, recv) in comms.iter().zip(&mut recv) {
+        comm.submit(&[1], recv).unwrap();
+    }
+    group::end().unwrap();
+    assert_eq!(recv, [[2]; 2]);
+    for _ in 0..20 {
+        // SAFETY: no other thread of this process is inside an allocation or a call now; the child leaves by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let made = (0..3).all(|_| std::panic::catch_unwind(still_works).is_ok());
+            // SAFETY: ends the child without running anything of its parent's.
+            unsafe { libc::_exit(if made { 0 } else { 3 }) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above and writes its status to a local.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0, "a child could not make a communicator of its own");
+    }
+    comms.into_iter().for_each(|comm| comm.destroy().unwrap());
 }
 
 fn killed() {
