@@ -4,6 +4,8 @@
 mod client;
 
 use client::{checked, command, compile, finish, root, scratch, spawn, Header};
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
 
@@ -32,12 +34,14 @@ fn run(mut command: Command) -> Output {
 }
 
 /// Asserts that a client ran to its end, and that all it checked was right.
-fn passes(command: Command, output: Output) {
-    let text = String::from_utf8_lossy(&checked(&command, output).stdout).into_owned();
+fn passes(command: Command, output: Output) -> Output {
+    let output = checked(&command, output);
+    let text = String::from_utf8_lossy(&output.stdout);
     assert!(
         text.contains(" 0 failed") && !text.starts_with("0 passed"),
         "{command:?}: {text}"
     );
+    output
 }
 
 fn passes_in_threads(program: &Path, ranks: usize, settings: Settings) {
@@ -118,6 +122,28 @@ fn the_log_says_who_answers_which_path_and_which_plan() {
         String::from_utf8_lossy(&version.stderr),
         "NCCL version 2.28.9+cuda13.0\nOssicle 0.1.0\n"
     );
+}
+
+#[test]
+fn a_log_whose_reader_leaves_does_not_end_the_program() {
+    let program = all_reduce("reader");
+    let fifo = program.with_extension("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let mut reader = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(&fifo)
+        .unwrap();
+    let mut command = in_threads(&program, 2, &[("NCCL_DEBUG", "INFO"), ("NCCL_DEBUG_SUBSYS", "ALL")]);
+    let mut child = spawn(command.env("NCCL_DEBUG_FILE", &fifo));
+    // Its end without a line is told by the assertion below.
+    while !matches!(reader.read(&mut [0]), Ok(1)) && child.try_wait().unwrap().is_none() {
+        std::thread::yield_now();
+    }
+    drop(reader);
+    let output = passes(command, finish(child));
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(told.starts_with("NCCL_DEBUG_FILE: Broken pipe"), "{told}");
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //! `std::sync::mpsc` would do, but ThreadSanitizer does not see through the queue of waiters of an uninstrumented std
 //! and reports races there that are none.
 
-use parking_lot::{Condvar, Mutex};
+use crate::sys::condvar::Condvar;
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -35,7 +36,7 @@ pub(super) enum NoAnswer {
 pub(super) fn pair<T>() -> (Reply<T>, Answer<T>) {
     let shared = Arc::new(Shared {
         state: Mutex::new(State::Waiting),
-        changed: Condvar::new(),
+        changed: Condvar::default(),
     });
     (Reply(shared.clone()), Answer(shared))
 }
@@ -73,9 +74,10 @@ impl<T> Answer<T> {
                 State::Gone => return Err(NoAnswer::Gone),
                 State::Waiting => *state = State::Waiting,
             }
-            if self.0.changed.wait_until(&mut state, deadline).timed_out() && matches!(*state, State::Waiting) {
+            if Instant::now() >= deadline {
                 return Err(NoAnswer::Late);
             }
+            self.0.changed.wait_until(&mut state, deadline);
         }
     }
 }

@@ -7,8 +7,9 @@
 
 use super::{Device, DeviceKind, Kernel, Launch, Memory, Placement};
 use crate::error::{Error, Result};
+use crate::sys::condvar::Condvar;
 use once_cell::sync::Lazy;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -72,7 +73,7 @@ fn together<'a, F: Fn() + Sync>(workers: impl Iterator<Item = &'a Worker>, closu
     };
     let pending = Pending {
         jobs: Mutex::new(others.len()),
-        done: Condvar::new(),
+        done: Condvar::default(),
     };
     for (worker, closure) in workers.zip(others) {
         worker.order(Order::Run(Job::of(closure, &pending)));
@@ -104,7 +105,7 @@ impl Worker {
     fn start() -> Result<Worker> {
         let mailbox = Arc::new(Mailbox {
             order: Mutex::new(Order::Idle),
-            changed: Condvar::new(),
+            changed: Condvar::default(),
         });
         let shared = mailbox.clone();
         let thread = std::thread::Builder::new()
@@ -118,7 +119,8 @@ impl Worker {
     }
 
     fn order(&self, order: Order) {
-        *self.mailbox.order.lock() = order;
+        let mut current = self.mailbox.order.lock();
+        *current = order;
         self.mailbox.changed.notify_one();
     }
 }

@@ -11,6 +11,7 @@ use crate::comm::{self, Init, Progress, RawComm};
 use crate::error::{Error, Result};
 use crate::request::Request;
 use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
 
 /// A queued end of a communicator.
 #[derive(Clone, Copy)]
@@ -73,7 +74,13 @@ impl Queue {
 
 thread_local! {
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    static QUEUE: RefCell<Queue> = const { RefCell::new(Queue::new()) };
+    // Never dropped: exit handlers and destructors of thread-specific data may open groups, and they run after Rust has
+    // dropped a thread's values. All that can be lost is the queue of a group that its thread left open.
+    static QUEUE: ManuallyDrop<RefCell<Queue>> = const { ManuallyDrop::new(RefCell::new(Queue::new())) };
+}
+
+fn with_queue<R>(with: impl FnOnce(&mut Queue) -> R) -> R {
+    QUEUE.with(|queue| with(&mut queue.borrow_mut()))
 }
 
 /// Whether the calling thread has a group open.
@@ -96,13 +103,13 @@ pub fn end() -> Result<Progress> {
     if depth > 0 {
         return Ok(Progress::Done);
     }
-    QUEUE.replace(Queue::new()).run()
+    with_queue(|queue| std::mem::replace(queue, Queue::new())).run()
 }
 
 /// Takes note of a failed call: the outermost end of an open group returns the first one and runs nothing.
 pub fn remember(error: &Error) {
     if is_open() {
-        QUEUE.with_borrow_mut(|queue| {
+        with_queue(|queue| {
             queue.first_error.get_or_insert_with(|| error.clone());
         });
     }
@@ -125,7 +132,7 @@ pub fn submit(comm: RawComm, request: Request) -> Result<Progress> {
     let queue = || {
         let communicator = comm::registry()?.acquire(comm)?;
         communicator.usable()?;
-        QUEUE.with_borrow_mut(|queue| {
+        with_queue(|queue| {
             queue.join(communicator.blocking)?;
             queue.requests.push((comm, request));
             Ok(Progress::Done)
@@ -139,7 +146,7 @@ pub(crate) fn init(inits: Vec<Init>) -> Result<Progress> {
     if !is_open() {
         return comm::run(inits);
     }
-    QUEUE.with_borrow_mut(|queue| {
+    with_queue(|queue| {
         for init in inits {
             queue.join(init.blocking())?;
             queue.inits.push(init);
@@ -150,7 +157,7 @@ pub(crate) fn init(inits: Vec<Init>) -> Result<Progress> {
 
 /// Queues the end of a communicator; only inside a group.
 pub(crate) fn queue_ending(ending: Ending) {
-    QUEUE.with_borrow_mut(|queue| queue.endings.push(ending));
+    with_queue(|queue| queue.endings.push(ending));
 }
 
 #[cfg(test)]
@@ -233,6 +240,31 @@ mod tests {
         let other = std::thread::spawn(|| (is_open(), end().map_err(|error| error.code)));
         assert_eq!(other.join().unwrap(), (false, Err(Code::InvalidUsage)));
         assert_eq!(end(), Err(Error::argument("here")));
+    }
+
+    #[test]
+    fn a_group_works_while_its_thread_ends() {
+        use std::sync::mpsc::{channel, Sender};
+        struct LastWords(Sender<Result<Progress>>);
+        impl Drop for LastWords {
+            fn drop(&mut self) {
+                start().unwrap();
+                remember(&Error::argument("too late"));
+                self.0.send(end()).unwrap();
+            }
+        }
+        thread_local! {
+            static LAST_WORDS: RefCell<Option<LastWords>> = const { RefCell::new(None) };
+        }
+        let (sender, receiver) = channel();
+        let thread = std::thread::spawn(move || {
+            // What a thread used first it drops last.
+            LAST_WORDS.set(Some(LastWords(sender)));
+            start().unwrap();
+            end().unwrap();
+        });
+        thread.join().unwrap();
+        assert_eq!(receiver.recv().unwrap(), Err(Error::argument("too late")));
     }
 
     #[test]

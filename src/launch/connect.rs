@@ -47,7 +47,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
     settings::check_choices()?;
     settings::wait_bound()?;
     let (p2p, shm) = settings::paths();
-    let host = HostIdentity::of_this_process();
+    let host = HostIdentity::of_this_process()?;
     Ok(RankInfo {
         place: format!("{}:{}", host.name, std::process::id()),
         host,

@@ -3,13 +3,15 @@
 //! A line is `host:pid:tid [device] NCCL LEVEL text`, as scripts expect it of NCCL, written with one `write` call so
 //! that lines of several processes in one file stay whole. The sink is stderr (a program whose stdout is data must not
 //! be spoiled); `NCCL_DEBUG_FILE` names another. A sink that fails is dropped after one line on stderr: logging never
-//! changes a result and never blocks a collective, so a FIFO that nobody reads is opened non-blocking.
+//! changes a result and never blocks a collective, so a FIFO that nobody reads is opened non-blocking, and SIGPIPE of
+//! one whose reader has gone does not reach the program. Every write appends, for several processes may share a file.
 
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use std::fmt;
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 
 /// `NCCL_DEBUG` levels in rising verbosity; ABORT is NCCL's name for a level between INFO and TRACE.
@@ -145,14 +147,24 @@ fn open_sink(path: &str) -> Option<File> {
     let opened = std::fs::OpenOptions::new()
         .write(true)
         .create(true)
-        .truncate(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
-        .open(path);
+        // /dev/stdout may be a file that the program is writing.
+        .truncate(!path.starts_with("/dev/"))
+        .custom_flags(libc::O_APPEND | libc::O_NONBLOCK | libc::O_CLOEXEC)
+        .open(path)
+        .and_then(above_standard);
     if let Err(error) = &opened {
         let line = format!("NCCL_DEBUG_FILE: cannot open {path}: {error}; logging to stderr\n");
-        let _ = std::io::stderr().write_all(line.as_bytes());
+        write_stderr(&line);
     }
     opened.ok()
+}
+
+/// A program that was started without standard streams must not find the log where it expects those.
+fn above_standard(file: File) -> std::io::Result<File> {
+    match file.as_raw_fd() {
+        0..=2 => Ok(rustix::io::fcntl_dupfd_cloexec(&file, 3)?.into()),
+        _ => Ok(file),
+    }
 }
 
 /// Whether a line of this level and subsystem would be written.
@@ -161,21 +173,56 @@ pub fn enabled(level: Level, subsystem: Option<Subsystem>) -> bool {
     level <= settings.level && subsystem.is_none_or(|subsystem| settings.subsystems & subsystem as u32 != 0)
 }
 
+/// Runs `write` so that a pipe without a reader is its error and no signal to the program.
+fn without_sigpipe<R>(write: impl FnOnce() -> R) -> R {
+    use std::mem::MaybeUninit;
+    let (mut pipe, mut before, mut pending) = (
+        MaybeUninit::<libc::sigset_t>::uninit(),
+        MaybeUninit::uninit(),
+        MaybeUninit::uninit(),
+    );
+    let (pipe, before, pending) = (pipe.as_mut_ptr(), before.as_mut_ptr(), pending.as_mut_ptr());
+    // SAFETY: sigemptyset, pthread_sigmask and sigpending fill the sets that they are given before any is read, and
+    // cannot fail for these arguments.
+    let was_pending = unsafe {
+        libc::sigemptyset(pipe);
+        libc::sigaddset(pipe, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, pipe, before);
+        libc::sigpending(pending);
+        libc::sigismember(pending, libc::SIGPIPE) == 1
+    };
+    let outcome = write();
+    let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the sets were filled above. The signal of a write goes to the thread that writes, so what is taken here,
+    // if anything, is the write's own unless one was pending before.
+    unsafe {
+        if !was_pending {
+            libc::sigtimedwait(pipe, std::ptr::null_mut(), &at_once);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, before, std::ptr::null_mut());
+    }
+    outcome
+}
+
+fn write_stderr(line: &str) {
+    // Nobody is left to be told of a failure.
+    let _ = without_sigpipe(|| std::io::stderr().write_all(line.as_bytes()));
+}
+
 fn write_line(line: &str) {
     let mut sink = SETTINGS.sink.lock();
     if let Some(file) = sink.as_mut() {
-        match file.write(line.as_bytes()) {
+        match without_sigpipe(|| file.write(line.as_bytes())) {
             Ok(_) => return,
             // A full pipe drops the line and keeps the sink.
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
             Err(error) => {
-                let _ =
-                    std::io::stderr().write_all(format!("NCCL_DEBUG_FILE: {error}; logging to stderr\n").as_bytes());
+                write_stderr(&format!("NCCL_DEBUG_FILE: {error}; logging to stderr\n"));
                 *sink = None;
             }
         }
     }
-    let _ = std::io::stderr().write_all(line.as_bytes());
+    write_stderr(line);
 }
 
 /// Writes one line; use the macros `info!`, `warning!` and `trace!`, which ask `enabled` first.
@@ -235,5 +282,19 @@ mod tests {
         assert_eq!(parse_subsystems(Some("junk")), 0);
         assert_eq!(expand("/tmp/x.%h.%p", "node", 7), "/tmp/x.node.7");
         assert_eq!(expand("%%q%q%", "node", 7), "%q%q%");
+    }
+
+    #[test]
+    fn lines_of_two_writers_of_one_file_all_stand_there() {
+        let path = std::env::temp_dir().join(format!("ossicle-log-{}", std::process::id()));
+        let mut sinks = [0, 1].map(|_| open_sink(path.to_str().unwrap()).unwrap());
+        for line in ["a\n", "b\n", "c\n"] {
+            sinks
+                .iter_mut()
+                .for_each(|sink| sink.write_all(line.as_bytes()).unwrap());
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(text, "a\na\nb\nb\nc\nc\n");
     }
 }

@@ -4,6 +4,7 @@
 //! is resolved once, is plain data from then on and is read without a lock. Results stay integers: a newer library may
 //! answer with a code that no enum of today has.
 
+pub(crate) mod condvar;
 pub mod cuda;
 #[cfg(test)]
 pub(crate) mod fake;

@@ -3,6 +3,7 @@
 //! Two ranks are on one host when their identities are equal. An identity is `NCCL_HOSTID` where it is set (fakes
 //! several hosts on one machine, or joins containers), else the host name with the kernel's boot id.
 
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -17,16 +18,16 @@ pub struct HostIdentity {
 
 impl HostIdentity {
     /// This process's host.
-    pub fn of_this_process() -> HostIdentity {
+    pub fn of_this_process() -> Result<HostIdentity> {
         let name = full_name();
         let text = match crate::environment::text("NCCL_HOSTID") {
             Some(id) if !id.is_empty() => format!("NCCL_HOSTID {id}"),
-            _ => format!("{name} {}", boot_id()),
+            _ => format!("{name} {}", boot_id()?),
         };
-        HostIdentity {
+        Ok(HostIdentity {
             digest: digest(text.as_bytes()),
             name,
-        }
+        })
     }
 }
 
@@ -52,9 +53,17 @@ pub fn short_name() -> String {
     name.split('.').next().unwrap_or_default().to_owned()
 }
 
-fn boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .unwrap_or_default()
-        .trim()
-        .to_owned()
+/// Empty where the system has none to show. Any other failure may be this rank's alone, which would then seem to be on
+/// a host of its own.
+fn boot_id() -> Result<String> {
+    use std::io::ErrorKind::{NotFound, PermissionDenied};
+    const PATH: &str = "/proc/sys/kernel/random/boot_id";
+    match std::fs::read_to_string(PATH) {
+        Ok(id) => Ok(id.trim().to_owned()),
+        Err(error) if matches!(error.kind(), NotFound | PermissionDenied) => Ok(String::new()),
+        Err(error) => Err(Error::system(format!(
+            "cannot read {PATH}, which tells hosts apart: {error}; set NCCL_HOSTID instead, or raise the limit of open \
+             files (ulimit -n) if that is the cause"
+        ))),
+    }
 }

@@ -42,7 +42,6 @@ pub struct Reach {
 }
 
 impl Reach {
-    /// This process's, with what its environment allows.
     /// This process's and device's, with what the environment allows.
     pub fn of_this_process(device: &dyn Device, p2p: bool, shm: bool) -> Reach {
         // Host memory is within every thread's reach: all host devices count as one.

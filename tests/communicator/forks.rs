@@ -3,6 +3,7 @@
 use crate::processes::{check_success, hex, run_role, text, unhex, Role};
 use crate::ranks::{check_all, code, contribution, join, make, new_id, pause, still_works, LIMIT, POISON};
 use nccl::error::Code;
+use nccl::group;
 use std::fs::File;
 use std::panic::catch_unwind;
 use std::time::Instant;
@@ -13,6 +14,11 @@ const SLEEP_S: u32 = 600;
 #[test]
 fn a_forked_child_makes_its_own() {
     run_role("fork", &[]);
+}
+
+#[test]
+fn a_forked_child_makes_its_own_beside_idle_threads_of_its_parent() {
+    run_role("fork_beside_idle_threads", &[]);
 }
 
 /// Also of rank 0, whose process has the star that all others are connected to.
@@ -55,6 +61,33 @@ fn a_forked_child_does_not_hide_that_its_parent_was_killed() {
         check_success(&output);
         assert!(was_there, "the child of the victim ended before the survivor did");
     }
+}
+
+/// A thread that drives two ranks needs further ones, which then idle. None of them exists in a child, and what they
+/// wait in must not be in the way of the child's own communicators.
+pub(crate) fn fork_beside_idle_threads() {
+    let comms = make(2);
+    let mut recv = [[POISON]; 2];
+    group::start().unwrap();
+    for (comm, recv) in comms.iter().zip(&mut recv) {
+        comm.submit(&[1], recv).unwrap();
+    }
+    group::end().unwrap();
+    assert_eq!(recv, [[2]; 2]);
+    for _ in 0..20 {
+        // SAFETY: no other thread of this process is inside an allocation or a call now; the child leaves by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let made = (0..3).all(|_| std::panic::catch_unwind(still_works).is_ok());
+            // SAFETY: ends the child without running anything of its parent's.
+            unsafe { libc::_exit(if made { 0 } else { 3 }) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above and writes its status to a local.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0, "a child could not make a communicator of its own");
+    }
+    comms.into_iter().for_each(|comm| comm.destroy().unwrap());
 }
 
 /// The victim forks a child that sleeps, writes its number down and waits to be killed.

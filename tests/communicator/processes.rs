@@ -31,6 +31,11 @@ fn communicators_leave_nothing_behind() {
 }
 
 #[test]
+fn want_of_descriptors_is_not_taken_for_another_host() {
+    run_role("poor", &[]);
+}
+
+#[test]
 fn a_process_may_exit_without_destroying() {
     run_role("exit", &[]);
 }
@@ -73,9 +78,11 @@ fn role() {
         Ok("non_blocking") => non_blocking(),
         Ok("cycles") => cycles(),
         Ok("fork") => forks::fork(),
+        Ok("fork_beside_idle_threads") => forks::fork_beside_idle_threads(),
         Ok("forked_and_killed") => forks::forked_and_killed(),
         Ok("waits") => waits::waits(),
         Ok("waits_fail") => waits::waits_fail(),
+        Ok("poor") => poor(),
         Ok("exit") => drop(make(2)),
         Ok("killed") => killed(),
         Ok(unknown) => panic!("no role {unknown}"),
@@ -136,6 +143,24 @@ fn cycles() {
         "{maps} mappings became {}",
         lines("/proc/self/maps")
     );
+}
+
+fn poor() {
+    let id = new_id();
+    let limit = libc::rlimit {
+        rlim_cur: 40,
+        rlim_max: 40,
+    };
+    // SAFETY: reads the local that it is given.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) }, 0);
+    let taken: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+    let errors = threads(&[0, 1], move |rank| join(id, 2, rank).unwrap_err());
+    drop(taken);
+    for error in errors {
+        assert_eq!(error.code, Code::SystemError, "{error}");
+        assert!(error.text.contains("open files"), "{error}");
+    }
+    still_works();
 }
 
 fn killed() {
