@@ -53,10 +53,13 @@ pub(super) fn buffer(name: &str, pointer: *const c_void, count: usize) -> Result
     }
 }
 
+/// A program's half of the largest address space that x86-64 has.
+const ADDRESS_SPACE_BYTES: usize = 1 << 56;
+
 /// `count` elements must fit an address space; a product that wraps would pass for a small buffer.
 pub(super) fn extent(count: usize, datatype: DataType) -> Result<()> {
     match count.checked_mul(datatype.bytes()) {
-        Some(bytes) if isize::try_from(bytes).is_ok() => Ok(()),
+        Some(bytes) if bytes <= ADDRESS_SPACE_BYTES => Ok(()),
         _ => Err(Error::argument(format!(
             "count is {count}: so many elements of {} bytes do not fit an address space",
             datatype.bytes()
@@ -111,13 +114,14 @@ mod tests {
     #[test]
     fn sizes_that_wrap_are_refused_and_the_largest_that_fits_is_not() {
         assert!(extent(0, DataType::Float64).is_ok());
-        assert!(extent(isize::MAX as usize, DataType::Int8).is_ok());
-        assert!(extent(isize::MAX as usize / 4, DataType::Float32).is_ok());
+        assert!(extent(ADDRESS_SPACE_BYTES, DataType::Int8).is_ok());
+        assert!(extent(ADDRESS_SPACE_BYTES / 4, DataType::Float32).is_ok());
         for (count, datatype) in [
             (usize::MAX / 2, DataType::Float32),
             (usize::MAX / 4 + 1, DataType::Float32),
-            (isize::MAX as usize / 4 + 1, DataType::Float32),
-            (isize::MAX as usize + 1, DataType::Uint8),
+            (ADDRESS_SPACE_BYTES / 4 + 1, DataType::Float32),
+            (ADDRESS_SPACE_BYTES + 1, DataType::Uint8),
+            (usize::MAX / 2, DataType::Uint8),
             (usize::MAX, DataType::Float64),
         ] {
             assert!(extent(count, datatype).is_err(), "{count} {datatype:?}");

@@ -308,14 +308,19 @@ impl Rendezvous {
 /// What a rank is told that comes with an id whose rendezvous is over.
 pub(super) fn already_used(outcome: &Outcome) -> Error {
     let remedy = "call ncclGetUniqueId once for each communicator";
-    Error::usage(match outcome {
-        Outcome::Made(ranks) => format!("this id was already used for a communicator of {ranks} ranks: {remedy}"),
-        Outcome::Spent => format!("this id was already used, by a scalable init with several ids: {remedy}"),
-        Outcome::Failed(error) => format!(
-            "this id was already used, and that init failed ({}): {remedy}",
-            error.text
+    match outcome {
+        Outcome::Made(ranks) => Error::usage(format!(
+            "this id was already used for a communicator of {ranks} ranks: {remedy}"
+        )),
+        Outcome::Spent => Error::usage(format!(
+            "this id was already used, by a scalable init with several ids: {remedy}"
+        )),
+        // The rank may be one of those that the init waited for.
+        Outcome::Failed(error) => Error::new(
+            error.code,
+            format!("the init with this id failed before ({}): {remedy}", error.text),
         ),
-    })
+    }
 }
 
 /// The messages that refuse a rank and close its connection.

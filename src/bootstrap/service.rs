@@ -173,9 +173,7 @@ fn start(shared: &mut Shared) -> Result<Arc<Descriptor>> {
         .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", describe(errno))))?;
     let wake = Arc::new(wake);
     let driver = Driver::new(wake.clone());
-    let thread = std::thread::Builder::new()
-        .name("ossicle-boot".into())
-        .spawn(move || serve(driver))
+    let thread = crate::sys::thread::spawn("ossicle-boot", move || serve(driver))
         .map_err(|error| Error::system(format!("cannot start the bootstrap thread: {error}")))?;
     shared.running = Some(Running {
         wake: Some(wake.clone()),

@@ -139,13 +139,12 @@ pub(super) fn split_host_and_port(text: &str) -> Result<(&str, u16)> {
 fn resolve(host: &str, port: u16, family: Option<Family>) -> Result<SocketAddr> {
     let (reply, answer) = super::answer::pair();
     let question = (host.to_owned(), port);
-    std::thread::Builder::new()
-        .name("ossicle-name".into())
-        .spawn(move || {
-            let found = question.to_socket_addrs().map(|found| found.collect::<Vec<_>>());
-            // Nobody waits any more if the resolver was slower than the deadline.
-            let _ = reply.send(found);
-        })
+    let look_up = move || {
+        let found = question.to_socket_addrs().map(|found| found.collect::<Vec<_>>());
+        // Nobody waits any more if the resolver was slower than the deadline.
+        let _ = reply.send(found);
+    };
+    crate::sys::thread::spawn("ossicle-name", look_up)
         .map_err(|error| Error::system(format!("cannot start a thread to resolve \"{host}\": {error}")))?;
     let failed = |why: &str| Error::system(format!("NCCL_COMM_ID: cannot resolve the host name \"{host}\": {why}"));
     match answer.wait(RESOLVE_TIMEOUT) {

@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::error::{Code, Error, Result};
 use crate::launch::{self, Engine};
 use crate::request::Request;
+use crate::sys::thread;
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
@@ -108,9 +109,7 @@ impl Communicator {
     /// Starts the thread that makes the communicator.
     pub(crate) fn initialise(self: &Arc<Self>, body: impl FnOnce(&Communicator) + Send + 'static) -> Result<()> {
         let communicator = Arc::clone(self);
-        let thread = std::thread::Builder::new()
-            .name("ossicle init".into())
-            .spawn(move || body(&communicator));
+        let thread = thread::spawn("ossicle-init", move || body(&communicator));
         let thread = thread.map_err(|error| Error::system(format!("cannot start a thread to make {self}: {error}")))?;
         *self.initialiser.lock() = Some(thread);
         Ok(())

@@ -108,9 +108,7 @@ impl Worker {
             changed: Condvar::default(),
         });
         let shared = mailbox.clone();
-        let thread = std::thread::Builder::new()
-            .name("ossicle-block".to_owned())
-            .spawn(move || work(&shared))
+        let thread = crate::sys::thread::spawn("ossicle-block", move || work(&shared))
             .map_err(|error| Error::system(format!("cannot start a thread for a host block: {error}")))?;
         Ok(Worker {
             mailbox,

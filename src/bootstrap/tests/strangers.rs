@@ -144,7 +144,7 @@ fn a_rank_that_dies_while_joining_is_named_to_the_others() {
     assert!(error.text.contains("rank 2 (host:102) died"), "{error}");
     let late = join(&id, introduction(0, 4), TIMEOUT).map(|_| ()).unwrap_err();
     assert!(
-        late.code == Code::InvalidUsage && late.text.contains("rank 2 (host:102) died"),
+        late.code == Code::RemoteError && late.text.contains("rank 2 (host:102) died"),
         "{late}"
     );
 }
