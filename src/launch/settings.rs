@@ -126,8 +126,9 @@ fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
     match (cuda, ranks) {
         (true, 0..=8) => 262_144,
         (true, _) => 131_072,
-        (false, 0..=2) => 2048,
-        (false, _) => 1024,
+        (false, 0..=2) => 64,
+        (false, 3..=4) => 256,
+        (false, _) => 2048,
     }
 }
 
