@@ -95,6 +95,9 @@ struct ProgramWork {
   uint32_t chunks;  // chunks of one iteration
   uint32_t steps;
   uint32_t pad;
+  // 0: the chunks of an iteration cut the data. Else chunk i lies in the output's block i of so many elements, and the
+  // input is one such block.
+  uint64_t block_elements;
   Link send[MAX_LINKS];
   Link recv[MAX_LINKS];
   Step step[MAX_STEPS];
@@ -123,7 +126,7 @@ struct OneShotWork {
 static_assert(sizeof(FaultRecord) == 48 && sizeof(Control) == 128 && offsetof(Control, fault) == 24, "Control");
 static_assert(sizeof(State) == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
-static_assert(sizeof(ProgramWork) == 72 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
+static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 56 + MAX_RANKS * 8, "OneShotWork");
 
 }  // namespace ossicle

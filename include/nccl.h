@@ -613,7 +613,7 @@ ncclResult_t pncclAllReduce(const void *sendbuff,
                             cudaStream_t stream);
 
 /*
- not built yet: every rank gets the data of all (since 2.3)
+ every rank gets the data of all (since 2.3)
  */
 ncclResult_t ncclAllGather(const void *sendbuff,
                            void *recvbuff,
@@ -649,7 +649,7 @@ ncclResult_t pncclReduceScatter(const void *sendbuff,
                                 cudaStream_t stream);
 
 /*
- not built yet: every rank gets the root's data (since 2.3)
+ every rank gets the root's data (since 2.3)
  */
 ncclResult_t ncclBroadcast(const void *sendbuff,
                            void *recvbuff,
@@ -668,7 +668,7 @@ ncclResult_t pncclBroadcast(const void *sendbuff,
                             cudaStream_t stream);
 
 /*
- not built yet: the same in place (since 2.3)
+ the same in place (since 2.3)
  */
 ncclResult_t ncclBcast(void *buff,
                        size_t count,

@@ -118,6 +118,22 @@ impl ReduceOp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Collective {
     AllReduce,
+    AllGather,
+    /// `root` is as the caller gave it; the communicator knows whether it is a rank.
+    Broadcast {
+        root: c_int,
+    },
+}
+
+impl Collective {
+    /// NCCL's name of it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "AllReduce",
+            Collective::AllGather => "AllGather",
+            Collective::Broadcast { .. } => "Broadcast",
+        }
+    }
 }
 
 /// One validated operation of one rank. `send` and `recv` are addresses on the communicator's device.
@@ -126,9 +142,10 @@ pub struct Request {
     pub collective: Collective,
     pub send: *const c_void,
     pub recv: *mut c_void,
-    /// Elements.
+    /// Elements; of an all-gather those of one rank.
     pub count: usize,
     pub datatype: DataType,
+    /// Of a collective that reduces.
     pub op: ReduceOp,
     /// The caller's `cudaStream_t`.
     pub stream: *mut c_void,
@@ -136,3 +153,31 @@ pub struct Request {
 
 // SAFETY: the addresses are values that are handed to a device; nothing in Request reads through them.
 unsafe impl Send for Request {}
+
+impl Request {
+    /// What can be told only with the number of ranks and the own one: the root, the buffers that it decides on, and
+    /// whether all ranks' data fit an address space.
+    pub fn check(&self, ranks: u32, rank: u32) -> Result<()> {
+        match self.collective {
+            Collective::AllReduce => Ok(()),
+            Collective::AllGather => match self.count.checked_mul(self.datatype.bytes() * ranks as usize) {
+                Some(bytes) if bytes <= ADDRESS_SPACE_BYTES => Ok(()),
+                _ => Err(Error::argument(format!(
+                    "sendcount is {}: so many elements of {} bytes from each of {ranks} ranks do not fit an address space",
+                    self.count,
+                    self.datatype.bytes()
+                ))),
+            },
+            Collective::Broadcast { root } if !(0..ranks as c_int).contains(&root) => {
+                Err(Error::argument(format!("root is {root}; with {ranks} ranks it must be 0 to {}", ranks - 1)))
+            }
+            Collective::Broadcast { root } if root == rank as c_int && self.send.is_null() && self.count > 0 => {
+                Err(Error::argument(format!("sendbuff is NULL on the root with count {}", self.count)))
+            }
+            Collective::Broadcast { .. } => Ok(()),
+        }
+    }
+}
+
+/// A program's half of the largest address space that x86-64 has.
+pub const ADDRESS_SPACE_BYTES: usize = 1 << 56;

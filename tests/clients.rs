@@ -11,12 +11,16 @@ use std::process::{Child, Command, Output};
 
 type Settings<'a> = &'a [(&'a str, &'a str)];
 
-/// The all-reduce client, built in a folder of its own.
 fn all_reduce(test: &str) -> PathBuf {
+    client("all_reduce", test)
+}
+
+/// A client, built in a folder of its test's.
+fn client(name: &str, test: &str) -> PathBuf {
     compile(
         "gcc",
         Header::Nvidia,
-        &root().join("tests/c/all_reduce.c"),
+        &root().join(format!("tests/c/{name}.c")),
         &scratch(test),
     )
 }
@@ -88,6 +92,15 @@ fn every_path_and_algorithm_can_be_forced() {
     passes_in_processes(&program, 2, &[("NCCL_ALGO", "allreduce:ring")]);
     passes_in_threads(&program, 16, &[]);
     passes_in_threads(&program, 1, &[]);
+}
+
+#[test]
+fn all_gather_and_broadcast_move_exactly() {
+    let program = client("moves", "moves");
+    passes_in_threads(&program, 4, &[]);
+    passes_in_threads(&program, 3, &[("NCCL_P2P_DISABLE", "1"), ("NCCL_MIN_NCHANNELS", "2")]);
+    passes_in_threads(&program, 1, &[]);
+    passes_in_processes(&program, 2, &[]);
 }
 
 #[test]

@@ -234,6 +234,94 @@ pub(super) unsafe fn ncclAllReduce(
     )
 }
 
+pub(super) unsafe fn ncclAllGather(
+    sendbuff: *const c_void,
+    recvbuff: *mut c_void,
+    sendcount: usize,
+    datatype: ncclDataType_t,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> Result<Progress> {
+    pointers::buffer("sendbuff", sendbuff, sendcount)?;
+    moved(
+        Collective::AllGather,
+        sendbuff,
+        recvbuff,
+        sendcount,
+        datatype,
+        comm,
+        stream,
+    )
+}
+
+pub(super) unsafe fn ncclBroadcast(
+    sendbuff: *const c_void,
+    recvbuff: *mut c_void,
+    count: usize,
+    datatype: ncclDataType_t,
+    root: c_int,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> Result<Progress> {
+    moved(
+        Collective::Broadcast { root },
+        sendbuff,
+        recvbuff,
+        count,
+        datatype,
+        comm,
+        stream,
+    )
+}
+
+pub(super) unsafe fn ncclBcast(
+    buff: *mut c_void,
+    count: usize,
+    datatype: ncclDataType_t,
+    root: c_int,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> Result<Progress> {
+    moved(
+        Collective::Broadcast { root },
+        buff,
+        buff,
+        count,
+        datatype,
+        comm,
+        stream,
+    )
+}
+
+/// A collective that moves data without reducing it.
+fn moved(
+    collective: Collective,
+    send: *const c_void,
+    recv: *mut c_void,
+    count: usize,
+    datatype: ncclDataType_t,
+    comm: ncclComm_t,
+    stream: cudaStream_t,
+) -> Result<Progress> {
+    let comm = pointers::handle(comm)?;
+    let datatype = DataType::from_raw(datatype)?;
+    pointers::extent(count, datatype)?;
+    pointers::buffer("recvbuff", recv, count)?;
+    let op = ReduceOp::Sum;
+    group::submit(
+        comm,
+        Request {
+            collective,
+            send,
+            recv,
+            count,
+            datatype,
+            op,
+            stream,
+        },
+    )
+}
+
 pub(super) unsafe fn ncclRedOpDestroy(op: ncclRedOp_t, _comm: ncclComm_t) -> Result<()> {
     Err(Error::argument(match ReduceOp::from_raw(op) {
         Ok(op) => format!(

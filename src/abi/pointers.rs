@@ -4,7 +4,7 @@
 
 use crate::comm::RawComm;
 use crate::error::{Error, Result};
-use crate::request::DataType;
+use crate::request::{DataType, ADDRESS_SPACE_BYTES};
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr::NonNull;
 
@@ -52,9 +52,6 @@ pub(super) fn buffer(name: &str, pointer: *const c_void, count: usize) -> Result
         false => Ok(()),
     }
 }
-
-/// A program's half of the largest address space that x86-64 has.
-const ADDRESS_SPACE_BYTES: usize = 1 << 56;
 
 /// `count` elements must fit an address space; a product that wraps would pass for a small buffer.
 pub(super) fn extent(count: usize, datatype: DataType) -> Result<()> {

@@ -166,6 +166,7 @@ impl Communicator {
 
     /// One operation outside any group. Takes no memory of its own.
     pub(crate) fn submit(&self, request: &Request) -> Result<()> {
+        request.check(self.ranks, self.rank)?;
         let turn = self.enter()?;
         match turn.engine.prepare(request)? {
             Some(work) => {

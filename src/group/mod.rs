@@ -132,6 +132,7 @@ pub fn submit(comm: RawComm, request: Request) -> Result<Progress> {
     let queue = || {
         let communicator = comm::registry()?.acquire(comm)?;
         communicator.usable()?;
+        request.check(communicator.ranks, communicator.rank)?;
         with_queue(|queue| {
             queue.join(communicator.blocking)?;
             queue.requests.push((comm, request));

@@ -224,6 +224,7 @@ pub(super) fn assemble(
         device,
         check_pointers: switch("NCCL_CHECK_POINTERS", false),
         fail_when_late,
+        programs: Programs::of(profile.ranks, rank),
         profile,
         program,
         one_shot,
@@ -254,10 +255,64 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
     }
 }
 
-/// The program of `rank` with its links resolved to addresses.
+const NO_STEP: Step = Step {
+    flags: 0,
+    send: 0,
+    recv: 0,
+    chunk: 0,
+};
+
+/// The steps of one program as a kernel reads them.
+pub(super) struct Steps {
+    pub(super) chunks: u32,
+    pub(super) steps: u32,
+    pub(super) step: [Step; MAX_STEPS],
+}
+
+impl Steps {
+    fn of(program: &Program) -> Steps {
+        debug_assert!(program.steps.len() <= MAX_STEPS);
+        let mut step = [NO_STEP; MAX_STEPS];
+        for (step, planned) in step.iter_mut().zip(&program.steps) {
+            *step = Step {
+                flags: planned.flags.0,
+                send: planned.send,
+                recv: planned.recv,
+                chunk: planned.chunk,
+            };
+        }
+        Steps {
+            chunks: program.chunks,
+            steps: program.steps.len() as u32,
+            step,
+        }
+    }
+}
+
+/// The programs of one rank.
+pub(super) struct Programs {
+    pub(super) all_reduce: Steps,
+    pub(super) all_gather: Steps,
+    /// By root.
+    pub(super) broadcast: Vec<Steps>,
+}
+
+impl Programs {
+    fn of(ranks: u32, rank: u32) -> Programs {
+        Programs {
+            all_reduce: Steps::of(&plan::ring_all_reduce(ranks, rank)),
+            all_gather: Steps::of(&plan::ring_all_gather(ranks, rank)),
+            broadcast: (0..ranks)
+                .map(|root| Steps::of(&plan::ring_broadcast(ranks, rank, root)))
+                .collect(),
+        }
+    }
+}
+
+/// The links of `rank`, which all programs share, resolved to addresses; a work without steps yet.
 fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[Arc<PeerInbox>]) -> ProgramWork {
     let own = &programs[rank as usize];
-    debug_assert!(own.steps.len() <= MAX_STEPS && own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
+    debug_assert!(own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
     let none = Link {
         slots: null_mut(),
         tail: null_mut(),
@@ -291,20 +346,6 @@ fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[A
             pad: 0,
         };
     }
-    let mut step = [Step {
-        flags: 0,
-        send: 0,
-        recv: 0,
-        chunk: 0,
-    }; MAX_STEPS];
-    for (step, planned) in step.iter_mut().zip(&own.steps) {
-        *step = Step {
-            flags: planned.flags.0,
-            send: planned.send,
-            recv: planned.recv,
-            chunk: planned.chunk,
-        };
-    }
     ProgramWork {
         input: null_mut(),
         output: null_mut(),
@@ -315,11 +356,12 @@ fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[A
         slots: profile.slots,
         channels: 1,
         ranks: profile.ranks,
-        chunks: own.chunks,
-        steps: own.steps.len() as u32,
+        chunks: 0,
+        steps: 0,
         pad: 0,
+        block_elements: 0,
         send,
         recv,
-        step,
+        step: [NO_STEP; MAX_STEPS],
     }
 }

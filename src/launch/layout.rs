@@ -82,6 +82,7 @@ pub struct ProgramWork {
     pub chunks: u32,
     pub steps: u32,
     pub pad: u32,
+    pub block_elements: u64,
     pub send: [Link; MAX_LINKS],
     pub recv: [Link; MAX_LINKS],
     pub step: [Step; MAX_STEPS],
@@ -116,7 +117,7 @@ const _: () = {
     assert!(size_of::<Control>() == 128 && offset_of!(Control, fault) == 24);
     assert!(size_of::<State>() == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
-    assert!(size_of::<ProgramWork>() == 72 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
+    assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
     assert!(size_of::<OneShotWork>() == 56 + MAX_RANKS * 8);
 };
 

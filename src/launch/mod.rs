@@ -17,9 +17,10 @@ use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memo
 use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Algorithm, Call, Choice, Profile};
-use crate::request::{ReduceOp, Request};
+use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
+use connect::{Programs, Steps};
 use layout::{Control, OneShotWork, ProgramWork};
 use parking_lot::Mutex;
 use std::ffi::c_void;
@@ -47,6 +48,7 @@ pub struct Engine {
     check_pointers: bool,
     fail_when_late: bool,
     program: Box<ProgramWork>,
+    programs: Programs,
     one_shot: Option<Box<OneShotWork>>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
@@ -110,35 +112,20 @@ impl Engine {
             datatype: request.datatype,
             op: request.op,
         };
-        if (Kernel {
-            family: KernelFamily::Program,
-            datatype: call.datatype,
-            op: call.op,
-        })
-        .index()
-        .is_none()
-        {
-            return Err(Error::usage(format!(
-                "all-reduce of {} with {} is not built yet in this version of Ossicle (built: float, bfloat16, half, \
-                 int32, uint8, double with sum, max, avg); see docs/support.md",
-                call.datatype.name(),
-                call.op.name()
-            )));
-        }
-        self.check_buffer("sendbuff", request.send, &call)?;
-        self.check_buffer("recvbuff", request.recv, &call)?;
+        self.check_buffers(request, &call)?;
         let in_place = request.send == request.recv.cast_const();
-        if self.profile.ranks == 1 && in_place && request.op != ReduceOp::Avg {
+        let reduces = request.collective == Collective::AllReduce;
+        if self.profile.ranks == 1 && in_place && !(reduces && request.op == ReduceOp::Avg) {
             return Ok(None);
         }
-        let choice = plan::choose(&self.profile, &call)?;
-        self.tell(&call, &choice);
-        let (family, arguments) = self.arguments(request, &choice);
-        let kernel = Kernel {
-            family,
-            datatype: call.datatype,
-            op: call.op,
+        let (kernel, choice, arguments) = match request.collective {
+            Collective::AllReduce => self.all_reduce(request, &call)?,
+            Collective::AllGather => self.move_data(request, &call, &self.programs.all_gather, true),
+            Collective::Broadcast { root } => {
+                self.move_data(request, &call, &self.programs.broadcast[root as usize], false)
+            }
         };
+        self.tell(request, &choice);
         Ok(Some(Work {
             kernel,
             choice,
@@ -148,14 +135,92 @@ impl Engine {
         }))
     }
 
-    fn tell(&self, call: &Call, choice: &Choice) {
+    fn all_reduce(&self, request: &Request, call: &Call) -> Result<(Kernel, Choice, Arguments)> {
+        let kernel = |family| Kernel {
+            family,
+            datatype: call.datatype,
+            op: call.op,
+        };
+        if kernel(KernelFamily::Program).index().is_none() {
+            return Err(Error::usage(format!(
+                "all-reduce of {} with {} is not built yet in this version of Ossicle (built: float, bfloat16, half, \
+                 int32, uint8, double with sum, max, avg); see docs/support.md",
+                call.datatype.name(),
+                call.op.name()
+            )));
+        }
+        let choice = plan::choose(&self.profile, call)?;
+        let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
+        Ok(match (choice.algorithm, &self.one_shot) {
+            (Algorithm::OneShot, Some(template)) => {
+                let work = OneShotWork {
+                    input,
+                    output,
+                    count,
+                    ..**template
+                };
+                (kernel(KernelFamily::OneShot), choice, Arguments::OneShot(work))
+            }
+            _ => {
+                let Steps { chunks, steps, step } = self.programs.all_reduce;
+                let channels = choice.blocks;
+                let work = ProgramWork {
+                    input,
+                    output,
+                    count,
+                    channels,
+                    chunks,
+                    steps,
+                    step,
+                    ..*self.program
+                };
+                (kernel(KernelFamily::Program), choice, Arguments::Program(work))
+            }
+        })
+    }
+
+    /// A collective that moves bytes, whatever their type: in words of four where this rank's buffers allow it. The
+    /// data is cut at the same bytes either way, so ranks need not agree.
+    fn move_data(&self, request: &Request, call: &Call, steps: &Steps, blocks: bool) -> (Kernel, Choice, Arguments) {
+        let (input, output): (*const u8, *mut u8) = (request.send.cast(), request.recv.cast());
+        let bytes = call.bytes();
+        let words = (input as u64 | output as u64 | bytes).is_multiple_of(4);
+        let (datatype, count) = if words {
+            (DataType::Int32, bytes / 4)
+        } else {
+            (DataType::Uint8, bytes)
+        };
+        let choice = plan::choose_move(&self.profile, bytes);
+        let Steps { chunks, steps, step } = *steps;
+        let (channels, block_elements) = (choice.blocks, if blocks { count } else { 0 });
+        let work = ProgramWork {
+            input,
+            output,
+            count,
+            channels,
+            chunks,
+            steps,
+            step,
+            block_elements,
+            ..*self.program
+        };
+        let kernel = Kernel {
+            family: KernelFamily::Program,
+            datatype,
+            op: ReduceOp::Sum,
+        };
+        (kernel, choice, Arguments::Program(work))
+    }
+
+    fn tell(&self, request: &Request, choice: &Choice) {
         info!(
             Coll,
-            "AllReduce: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
+            "{}: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
+            request.collective.name(),
             self.rank,
-            call.count,
-            call.datatype.name(),
-            call.op.name(),
+            request.count,
+            request.datatype.name(),
+            request.op.name(),
             choice.algorithm.name(),
             choice.algorithm.protocol(),
             choice.blocks,
@@ -164,45 +229,30 @@ impl Engine {
         );
     }
 
-    /// The template of the chosen algorithm with the call's own values.
-    fn arguments(&self, request: &Request, choice: &Choice) -> (KernelFamily, Arguments) {
-        let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
-        match (choice.algorithm, &self.one_shot) {
-            (Algorithm::OneShot, Some(template)) => (
-                KernelFamily::OneShot,
-                Arguments::OneShot(OneShotWork {
-                    input,
-                    output,
-                    count,
-                    ..**template
-                }),
-            ),
-            _ => {
-                let channels = choice.blocks;
-                (
-                    KernelFamily::Program,
-                    Arguments::Program(ProgramWork {
-                        input,
-                        output,
-                        count,
-                        channels,
-                        ..*self.program
-                    }),
-                )
-            }
+    fn check_buffers(&self, request: &Request, call: &Call) -> Result<()> {
+        let bytes = call.bytes() as usize;
+        let (mut sends, mut received) = (true, bytes);
+        match request.collective {
+            Collective::AllReduce => {}
+            // The product was checked against the address space when the call was made (Request::check).
+            Collective::AllGather => received = bytes * self.profile.ranks as usize,
+            Collective::Broadcast { root } => sends = root == self.rank as i32,
         }
+        if sends {
+            self.check_buffer("sendbuff", request.send, bytes, call.datatype)?;
+        }
+        self.check_buffer("recvbuff", request.recv, received, call.datatype)
     }
 
-    fn check_buffer(&self, name: &str, pointer: *const c_void, call: &Call) -> Result<()> {
-        if !(pointer as usize).is_multiple_of(call.datatype.bytes()) {
+    fn check_buffer(&self, name: &str, pointer: *const c_void, bytes: usize, datatype: DataType) -> Result<()> {
+        if !(pointer as usize).is_multiple_of(datatype.bytes()) {
             return Err(Error::argument(format!(
                 "{name} is {pointer:p}, which is not aligned to the {} bytes of a {}",
-                call.datatype.bytes(),
-                call.datatype.name()
+                datatype.bytes(),
+                datatype.name()
             )));
         }
-        self.device
-            .check_pointer(name, pointer, call.bytes() as usize, self.check_pointers)
+        self.device.check_pointer(name, pointer, bytes, self.check_pointers)
     }
 
     /// Makes every wait of this rank's kernels end. Any thread.

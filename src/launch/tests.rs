@@ -174,6 +174,134 @@ fn ring_is_exact_for_every_type_operation_and_rank_count() {
     }
 }
 
+/// One collective that moves bytes, from and to buffers that begin `shift` bytes off; what every rank ends with. In
+/// place, a rank's input lies where it belongs in its output.
+fn move_bytes(
+    engines: &[Engine],
+    collective: Collective,
+    inputs: &[Vec<u8>],
+    shift: usize,
+    in_place: bool,
+) -> Vec<Vec<u8>> {
+    let count = inputs[0].len();
+    let blocks = if collective == Collective::AllGather {
+        inputs.len()
+    } else {
+        1
+    };
+    let own = |rank: usize| if blocks > 1 { rank * count } else { 0 };
+    let mut outputs = vec![vec![0xa5u8; shift + blocks * count + 64]; inputs.len()];
+    let shifted: Vec<Vec<u8>> = inputs
+        .iter()
+        .map(|input| [vec![0; shift], input.clone()].concat())
+        .collect();
+    let works: Vec<(&Engine, Work)> = engines
+        .iter()
+        .enumerate()
+        .filter_map(|(rank, engine)| {
+            let output = &mut outputs[rank];
+            let mut send = shifted[rank][shift..].as_ptr();
+            if in_place {
+                let place = shift + own(rank);
+                output[place..place + count].copy_from_slice(&inputs[rank]);
+                send = output[place..].as_ptr();
+            }
+            let request = Request {
+                collective,
+                send: send.cast(),
+                recv: output[shift..].as_mut_ptr().cast(),
+                count,
+                datatype: DataType::Uint8,
+                op: ReduceOp::Sum,
+                stream: std::ptr::null_mut(),
+            };
+            engine.prepare(&request).unwrap().map(|work| (engine, work))
+        })
+        .collect();
+    let parts: Vec<Part> = works
+        .iter()
+        .map(|(engine, work)| (*engine, std::slice::from_ref(work)))
+        .collect();
+    launch(&parts).unwrap();
+    for output in &outputs {
+        let guard = output[..shift].iter().chain(&output[shift + blocks * count..]);
+        assert!(guard.into_iter().all(|byte| *byte == 0xa5), "guard written");
+    }
+    outputs
+        .into_iter()
+        .map(|output| output[shift..shift + blocks * count].to_vec())
+        .collect()
+}
+
+#[test]
+fn all_gather_and_broadcast_move_every_byte_between_any_buffers() {
+    for (ranks, path) in [
+        (1, Path::P2p),
+        (2, Path::P2p),
+        (3, Path::Shm),
+        (4, Path::P2p),
+        (8, Path::P2p),
+    ] {
+        let engines = cluster(&profile(ranks, Algorithm::Ring, 1 + ranks % 3), path);
+        let mut patterns = Patterns(u64::from(ranks));
+        for (index, count) in [1, 2, 3, 4, 16, 17, 255, 256, 1000, 4096, 5003].into_iter().enumerate() {
+            let inputs: Vec<Vec<u8>> = (0..ranks).map(|_| patterns.elements::<u8>(count)).collect();
+            let (shift, in_place) = ([0, 1, 4, 16][index % 4], index % 2 == 1);
+            let gathered = move_bytes(&engines, Collective::AllGather, &inputs, shift, in_place);
+            assert!(
+                gathered.iter().all(|output| *output == inputs.concat()),
+                "{ranks} ranks, count {count}"
+            );
+            for root in 0..ranks as usize {
+                let collective = Collective::Broadcast { root: root as i32 };
+                let sent = move_bytes(&engines, collective, &inputs, shift, in_place);
+                assert!(
+                    sent.iter().all(|output| *output == inputs[root]),
+                    "{ranks} ranks, root {root}, count {count}"
+                );
+            }
+        }
+    }
+}
+
+/// Ranks whose buffers are aligned differently move words of different sizes, and still cut the data alike.
+#[test]
+fn ranks_need_not_agree_on_alignment() {
+    let engines = cluster(&profile(3, Algorithm::Ring, 2), Path::P2p);
+    let count = 4000;
+    let inputs: Vec<Vec<u8>> = (0..3).map(|rank| Patterns(rank).elements::<u8>(count)).collect();
+    let mut outputs = vec![vec![0u8; 3 * count + 8]; 3];
+    let works: Vec<Work> = engines
+        .iter()
+        .zip(&mut outputs)
+        .enumerate()
+        .map(|(rank, (engine, output))| {
+            let request = Request {
+                collective: Collective::AllGather,
+                send: inputs[rank].as_ptr().cast(),
+                // Vectors of bytes begin at multiples of 8 here: one rank in three is off.
+                recv: output[rank % 2..].as_mut_ptr().cast(),
+                count,
+                datatype: DataType::Uint8,
+                op: ReduceOp::Sum,
+                stream: std::ptr::null_mut(),
+            };
+            engine.prepare(&request).unwrap().unwrap()
+        })
+        .collect();
+    let kinds: Vec<DataType> = works.iter().map(|work| work.kernel.datatype).collect();
+    assert_eq!(kinds, [DataType::Int32, DataType::Uint8, DataType::Int32]);
+    let parts: Vec<Part> = engines.iter().zip(works.iter().map(std::slice::from_ref)).collect();
+    launch(&parts).unwrap();
+    for (rank, output) in outputs.iter().enumerate() {
+        assert_eq!(
+            output[rank % 2..rank % 2 + 3 * count],
+            inputs.concat()[..],
+            "rank {rank}"
+        );
+    }
+}
+
 #[test]
 fn shared_memory_links_give_the_same_bits() {
     for (algorithm, order) in [

@@ -26,9 +26,6 @@ pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
             u64::from(profile.lines) * LINE_BYTES
         )));
     }
-    let channels = bytes
-        .div_ceil(profile.channel_bytes)
-        .clamp(1, u64::from(profile.channels)) as u32;
     let reason = match (profile.ranks, allows(Algorithm::OneShot)) {
         (1, _) => "one rank: a copy",
         (_, false) => "forced by the environment",
@@ -36,10 +33,30 @@ pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
     };
     Ok(Choice {
         algorithm: Algorithm::Ring,
-        blocks: channels,
+        blocks: channels(profile, bytes),
         threads: profile.threads,
         reason,
     })
+}
+
+/// The plan of a collective that moves data without reducing it: a ring. `bytes` is what one rank sends.
+pub fn choose_move(profile: &Profile, bytes: u64) -> Choice {
+    Choice {
+        algorithm: Algorithm::Ring,
+        blocks: channels(profile, bytes),
+        threads: profile.threads,
+        reason: if profile.ranks == 1 {
+            "one rank: a copy"
+        } else {
+            "the only algorithm for it"
+        },
+    }
+}
+
+fn channels(profile: &Profile, bytes: u64) -> u32 {
+    bytes
+        .div_ceil(profile.channel_bytes)
+        .clamp(1, u64::from(profile.channels)) as u32
 }
 
 fn one_shot(profile: &Profile, bytes: u64, reason: &'static str) -> Choice {

@@ -10,8 +10,9 @@ pub mod progress;
 mod ring;
 
 pub use choose::choose;
+pub use choose::choose_move;
 pub use program::{Program, Step, StepFlags};
-pub use ring::all_reduce as ring_all_reduce;
+pub use ring::{all_gather as ring_all_gather, all_reduce as ring_all_reduce, broadcast as ring_broadcast};
 
 use crate::request::{DataType, ReduceOp};
 use serde::{Deserialize, Serialize};

@@ -23,8 +23,39 @@ struct Walk<'a> {
     outputs: Vec<HashMap<u8, Value>>,
 }
 
-/// Checks programs of an all-reduce, one a rank, over `iterations` with `slots` slots a link.
-pub fn check_all_reduce(programs: &[Program], slots: u32, iterations: usize) -> Result<(), String> {
+/// What every rank's output chunk must hold: each rank's input so often, finished so often.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expected {
+    /// Every rank's input once, finished once.
+    AllReduce,
+    /// In chunk c the input of rank c.
+    AllGather,
+    /// The input of one rank.
+    Broadcast { root: usize },
+}
+
+impl Expected {
+    fn value(self, ranks: usize, chunk: u8) -> Value {
+        let only = |rank| (0..ranks).map(|other| u32::from(other == rank)).collect();
+        match self {
+            Expected::AllReduce => Value {
+                contributions: vec![1; ranks],
+                finished: 1,
+            },
+            Expected::AllGather => Value {
+                contributions: only(usize::from(chunk)),
+                finished: 0,
+            },
+            Expected::Broadcast { root } => Value {
+                contributions: only(root),
+                finished: 0,
+            },
+        }
+    }
+}
+
+/// Checks the programs of all ranks over `iterations` with `slots` slots a link.
+pub fn check(programs: &[Program], expected: Expected, slots: u32, iterations: usize) -> Result<(), String> {
     let ranks = programs.len();
     let mut walk = Walk {
         programs,
@@ -41,7 +72,7 @@ pub fn check_all_reduce(programs: &[Program], slots: u32, iterations: usize) -> 
                 *at += 1;
                 moved = true;
                 if *at % length == 0 {
-                    walk.check_outputs(rank, ranks)?;
+                    walk.check_outputs(rank, expected)?;
                 }
             }
         }
@@ -112,15 +143,11 @@ impl Walk<'_> {
         Ok(true)
     }
 
-    fn check_outputs(&mut self, rank: usize, ranks: usize) -> Result<(), String> {
-        let whole = Value {
-            contributions: vec![1; ranks],
-            finished: 1,
-        };
+    fn check_outputs(&mut self, rank: usize, expected: Expected) -> Result<(), String> {
         let outputs = std::mem::take(&mut self.outputs[rank]);
         for chunk in 0..self.programs[rank].chunks as u8 {
             match outputs.get(&chunk) {
-                Some(value) if *value == whole => {}
+                Some(value) if *value == expected.value(self.programs.len(), chunk) => {}
                 other => return Err(format!("rank {rank} ends with chunk {chunk} as {other:?}")),
             }
         }
@@ -130,38 +157,50 @@ impl Walk<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ring_all_reduce;
+    use super::super::{ring_all_gather, ring_all_reduce, ring_broadcast};
     use super::*;
 
     fn ring(ranks: u32) -> Vec<Program> {
         (0..ranks).map(|rank| ring_all_reduce(ranks, rank)).collect()
     }
 
+    fn proves(programs: &[Program], expected: Expected) {
+        let ranks = programs.len();
+        let needed = programs[0].slots_needed;
+        for slots in needed..needed + 3 {
+            check(programs, expected, slots, 3)
+                .unwrap_or_else(|error| panic!("{expected:?} of {ranks} ranks: {error}"));
+        }
+        if needed > 0 {
+            let stuck = check(programs, expected, needed - 1, 3).unwrap_err();
+            assert!(stuck.contains("is stuck at step"), "{stuck}");
+        }
+    }
+
     #[test]
-    fn every_ring_makes_progress_with_the_slots_it_needs_and_not_with_fewer() {
+    fn every_program_makes_progress_with_the_slots_it_needs_and_not_with_fewer() {
         for ranks in 1..=16 {
-            let programs = ring(ranks);
-            let needed = programs[0].slots_needed;
-            for slots in needed..needed + 3 {
-                check_all_reduce(&programs, slots, 3).unwrap_or_else(|error| panic!("{ranks} ranks: {error}"));
-            }
-            if ranks > 1 {
-                let stuck = check_all_reduce(&programs, needed - 1, 3).unwrap_err();
-                assert!(stuck.contains("is stuck at step"), "{stuck}");
+            proves(&ring(ranks), Expected::AllReduce);
+            let all_gather: Vec<Program> = (0..ranks).map(|rank| ring_all_gather(ranks, rank)).collect();
+            proves(&all_gather, Expected::AllGather);
+            for root in 0..ranks {
+                let broadcast: Vec<Program> = (0..ranks).map(|rank| ring_broadcast(ranks, rank, root)).collect();
+                proves(&broadcast, Expected::Broadcast { root: root as usize });
             }
         }
     }
 
     #[test]
     fn the_checker_sees_a_missing_step_a_double_contribution_and_a_wrong_chunk() {
+        let check = |programs: &[Program]| check(programs, Expected::AllReduce, 4, 1);
         let mut programs = ring(4);
         programs[2].steps.pop();
-        assert!(check_all_reduce(&programs, 4, 1).is_err());
+        assert!(check(&programs).is_err());
         let mut programs = ring(4);
         programs[1].steps[5].flags = programs[1].steps[5].flags | StepFlags::LOAD;
-        assert!(check_all_reduce(&programs, 4, 1).is_err());
+        assert!(check(&programs).is_err());
         let mut programs = ring(4);
         programs[1].steps[2].chunk ^= 1;
-        assert!(check_all_reduce(&programs, 4, 1).unwrap_err().contains("expects chunk"));
+        assert!(check(&programs).unwrap_err().contains("expects chunk"));
     }
 }

@@ -1,6 +1,7 @@
-//! Ring all-reduce: reduce-scatter, then all-gather, around the ranks in order.
+//! Programs around a ring of the ranks in order: rank r sends to r + 1 and receives from r - 1, in all of them, so that
+//! they can follow each other on the same links.
 //!
-//! Rank r first sends its own part of chunk r to r + 1;
+//! All-reduce is a reduce-scatter, then an all-gather. Rank r first sends its own part of chunk r to r + 1;
 //! in step s it takes chunk r - s from r - 1 and adds its own part. After ranks - 1 steps chunk c is complete at rank
 //! c - 1, which stores it and passes it on; the other ranks store and forward. So every chunk is reduced in one fixed
 //! order, by one rank, and all ranks end with the same bits.
@@ -10,27 +11,16 @@
 
 use super::{Program, Step, StepFlags};
 
-/// The program of `rank` among `ranks`.
+const RECV: StepFlags = StepFlags::RECV;
+const LOAD: StepFlags = StepFlags::LOAD;
+const SEND: StepFlags = StepFlags::SEND;
+const STORE: StepFlags = StepFlags::STORE;
+const FINISH: StepFlags = StepFlags::FINISH;
+
+/// The all-reduce of `rank` among `ranks`.
 pub fn all_reduce(ranks: u32, rank: u32) -> Program {
-    const RECV: StepFlags = StepFlags::RECV;
-    const LOAD: StepFlags = StepFlags::LOAD;
-    const SEND: StepFlags = StepFlags::SEND;
-    const STORE: StepFlags = StepFlags::STORE;
-    const FINISH: StepFlags = StepFlags::FINISH;
     if ranks == 1 {
-        let copy = Step {
-            flags: LOAD | STORE | FINISH,
-            send: 0,
-            recv: 0,
-            chunk: 0,
-        };
-        return Program {
-            chunks: 1,
-            sends: vec![],
-            recvs: vec![],
-            steps: vec![copy],
-            slots_needed: 0,
-        };
+        return program(1, 0, 1, 0, vec![step_of(LOAD | STORE | FINISH, 0)]);
     }
     let steps = (0..2 * ranks - 1).map(|step| {
         let flags = match step {
@@ -40,19 +30,53 @@ pub fn all_reduce(ranks: u32, rank: u32) -> Program {
             s if s < 2 * ranks - 2 => RECV | SEND | STORE,
             _ => RECV | STORE,
         };
-        let chunk = (rank + 2 * ranks - step) % ranks;
-        Step {
-            flags,
-            send: 0,
-            recv: 0,
-            chunk: chunk as u8,
-        }
+        step_of(flags, (rank + 2 * ranks - step) % ranks)
     });
+    program(ranks, rank, ranks, 2, steps.collect())
+}
+
+/// The all-gather: chunk c is the block of rank c, which every rank stores and passes on until it has come round.
+pub fn all_gather(ranks: u32, rank: u32) -> Program {
+    let steps = (0..ranks).map(|step| {
+        let flags = match step {
+            _ if ranks == 1 => LOAD | STORE,
+            0 => LOAD | SEND | STORE,
+            s if s < ranks - 1 => RECV | SEND | STORE,
+            _ => RECV | STORE,
+        };
+        step_of(flags, (rank + ranks - step) % ranks)
+    });
+    // Two ranks have no step that receives and sends.
+    program(ranks, rank, ranks, ranks.clamp(1, 3) - 1, steps.collect())
+}
+
+/// The broadcast from `root`: a chain around the ring that ends before the root.
+pub fn broadcast(ranks: u32, rank: u32, root: u32) -> Program {
+    let flags = match (rank + ranks - root) % ranks {
+        _ if ranks == 1 => LOAD | STORE,
+        0 => LOAD | SEND | STORE,
+        place if place < ranks - 1 => RECV | SEND | STORE,
+        _ => RECV | STORE,
+    };
+    program(ranks, rank, 1, u32::from(ranks > 1), vec![step_of(flags, 0)])
+}
+
+fn step_of(flags: StepFlags, chunk: u32) -> Step {
+    Step {
+        flags,
+        send: 0,
+        recv: 0,
+        chunk: chunk as u8,
+    }
+}
+
+fn program(ranks: u32, rank: u32, chunks: u32, slots_needed: u32, steps: Vec<Step>) -> Program {
+    let link = |peer| if ranks > 1 { vec![peer % ranks] } else { vec![] };
     Program {
-        chunks: ranks,
-        sends: vec![(rank + 1) % ranks],
-        recvs: vec![(rank + ranks - 1) % ranks],
-        steps: steps.collect(),
-        slots_needed: 2,
+        chunks,
+        sends: link(rank + 1),
+        recvs: link(rank + ranks - 1),
+        steps,
+        slots_needed,
     }
 }

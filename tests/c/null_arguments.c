@@ -122,6 +122,17 @@ static void handle(ncclComm_t comm) {
   CHECK(ncclInvalidArgument, ncclAllReduce, (data, data, 8, ncclNumTypes, ncclSum, comm, NULL));
   CHECK(ncclInvalidArgument, ncclAllReduce, (data, data, 8, ncclFloat, ncclMaxRedOp, comm, NULL));
   CHECK(ncclInvalidArgument, ncclAllReduce, (data, data, (size_t)-1 / 2, ncclFloat, ncclSum, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclAllGather, (data, data, 8, ncclFloat, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclAllGather, (NULL, data, 8, ncclFloat, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclAllGather, (data, NULL, 8, ncclFloat, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclAllGather, (data, data, 8, ncclNumTypes, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBroadcast, (data, data, 8, ncclFloat, 0, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBroadcast, (NULL, NULL, 8, ncclFloat, 0, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBroadcast, (data, data, 8, ncclNumTypes, 0, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBroadcast, (data, data, 8, ncclFloat, -1, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBcast, (data, 8, ncclFloat, 0, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBcast, (NULL, 8, ncclFloat, 0, comm, NULL));
+  CHECK(ncclInvalidArgument, ncclBcast, (data, 8, ncclNumTypes, 0, comm, NULL));
   CHECK(ending, ncclCommFinalize, (comm));
   CHECK(ending, ncclCommDestroy, (comm));
   CHECK(ending, ncclCommAbort, (comm));
