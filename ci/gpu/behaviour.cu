@@ -207,6 +207,60 @@ static void stream_order() {
   for (auto buffer : buffers) cudaFree(buffer);
 }
 
+static unsigned char byte_of(size_t i, int rank) { return static_cast<unsigned char>(i * 31 + rank * 101 + i / 251); }
+
+// All-gather and broadcast of every rank count and alignment, with guards, on buffers that begin anywhere.
+static void moves() {
+  current = "all-gather and broadcast";
+  for (int ranks : {1, 2, 3, 8}) {
+    Cluster cluster(ranks);
+    for (size_t count : {size_t(1), size_t(4), size_t(1000), size_t(4097), size_t(3000001)}) {
+      for (size_t shift : {0, 1, 16}) {
+        std::vector<unsigned char*> outputs, inputs;
+        const size_t all = count * ranks, room = all + 128;
+        for (int rank = 0; rank < ranks; rank++) {
+          std::vector<unsigned char> data(count + shift), guarded(room, 0xA5);
+          for (size_t i = 0; i < count; i++) data[shift + i] = byte_of(i, rank);
+          inputs.push_back(device(data.size(), data.data()));
+          outputs.push_back(device(room, guarded.data()));
+        }
+        auto result = [&](int rank) {
+          std::vector<unsigned char> found(room);
+          cuda(cudaStreamSynchronize(cluster.streams[rank]), "synchronise");
+          cuda(cudaMemcpy(found.data(), outputs[rank], room, cudaMemcpyDeviceToHost), "copy");
+          return found;
+        };
+        ncclGroupStart();
+        for (int rank = 0; rank < ranks; rank++) {
+          ncclAllGather(inputs[rank] + shift, outputs[rank] + 64, count, ncclUint8, cluster.comms[rank], cluster.streams[rank]);
+        }
+        bool right = ncclGroupEnd() == ncclSuccess;
+        for (int rank = 0; rank < ranks; rank++) {
+          std::vector<unsigned char> found = result(rank);
+          for (size_t i = 0; i < all; i++) right = right && found[64 + i] == byte_of(i % count, static_cast<int>(i / count));
+          for (size_t i = 0; i < 64; i++) right = right && found[i] == 0xA5 && found[64 + all + i] == 0xA5;
+        }
+        check(right, "ncclAllGather");
+        const int root = ranks - 1;
+        ncclGroupStart();
+        for (int rank = 0; rank < ranks; rank++) {
+          ncclBroadcast(rank == root ? inputs[rank] + shift : nullptr, outputs[rank] + 64 + shift, count, ncclUint8, root,
+                        cluster.comms[rank], cluster.streams[rank]);
+        }
+        right = ncclGroupEnd() == ncclSuccess;
+        for (int rank = 0; rank < ranks; rank++) {
+          std::vector<unsigned char> found = result(rank);
+          for (size_t i = 0; i < count; i++) right = right && found[64 + shift + i] == byte_of(i, root);
+          discard(inputs[rank]);
+          discard(outputs[rank]);
+        }
+        check(right, "ncclBroadcast");
+      }
+    }
+  }
+  free_discarded();
+}
+
 // While rank 0's kernel waits for rank 1: another communicator is made (allocations, zeroing, registration) and runs
 // kernels that never ran before, and user memory comes and goes.
 static void beside_a_waiting_kernel() {
@@ -425,6 +479,7 @@ int main(int argc, char** argv) {
     pointers();
     streams();
     stream_order();
+    moves();
     beside_a_waiting_kernel();
     abort_of_a_waiting_rank(8);
     abort_of_a_waiting_rank(1 << 20);

@@ -4,7 +4,7 @@
 # Runs what was built before (target/release), `ossicle perf` and NVIDIA's all_reduce_perf with our library preloaded,
 # with several ranks on one GPU. Goes on after a failure, prints one table, and fails at the end if anything did.
 #
-#     NCCL_TESTS_DIR   folder with all_reduce_perf, built with nccl-tests-patch/, or with nccl-tests' sources to build so
+#     NCCL_TESTS_DIR   folder with all_reduce_perf, all_gather_perf and broadcast_perf, built with nccl-tests-patch/, or with nccl-tests' sources to build so
 #                      (then CUDA_HOME and NCCL_HOME as nccl-tests' Makefile wants them)
 #     REFERENCE_NCCL   optional: NVIDIA's libnccl.so.2, 2.30 or newer (older ones refuse ranks on one GPU), to race with
 #     OUT              folder for the logs and the table; target/gpu-check if unset
@@ -34,7 +34,7 @@ find_nccl_tests() {
   local folder=${NCCL_TESTS_DIR:?set it to a folder with all_reduce_perf or the sources of nccl-tests}
   local place
   for place in "$folder" "$folder/build"; do
-    if [ -x "$place/all_reduce_perf" ]; then
+    if [ -x "$place/all_reduce_perf" ] && [ -x "$place/all_gather_perf" ] && [ -x "$place/broadcast_perf" ]; then
       nccl_tests=$(cd "$place" && pwd)/all_reduce_perf
       return
     fi
@@ -43,7 +43,7 @@ find_nccl_tests() {
   folder=$(cd "$folder" && pwd)
   say "building $folder/build/all_reduce_perf"
   NVCC_APPEND_FLAGS="-include $root/nccl-tests-patch/many-ranks-one-gpu.h" \
-    make -C "$folder/src" -j"$(nproc)" BUILDDIR="$folder/build" "$folder/build/all_reduce_perf" >"$out/build.log" 2>&1 \
+    make -C "$folder/src" -j"$(nproc)" BUILDDIR="$folder/build" "$folder"/build/{all_reduce,all_gather,broadcast}_perf >"$out/build.log" 2>&1 \
     || { tail -n 20 "$out/build.log" >&2; exit 2; }
   nccl_tests=$folder/build/all_reduce_perf
 }
@@ -164,6 +164,20 @@ every_type_and_op() {
   done
 }
 
+# The collectives that move data; their programs lie beside all_reduce_perf.
+every_move() {
+  local program mode datatype
+  for program in all_gather_perf broadcast_perf; do
+    for mode in '-g 2' '-g 8' '-t 8'; do
+      for datatype in float uint8; do
+        # shellcheck disable=SC2086 # the mode is a flag and its number
+        run "${program%_perf}${mode/ /}-$datatype" "$sweep_rows" ossicle env LD_PRELOAD="$library" \
+          "$(dirname "$nccl_tests")/$program" "${sweep[@]}" -c 1 $mode -d "$datatype" -n 5 -w 1
+      done
+    done
+  done
+}
+
 again_and_again() {
   local i
   for ((i = 1; i <= repeats; i++)); do
@@ -220,6 +234,7 @@ find_nccl_tests
 own_program
 behaviour
 every_type_and_op
+every_move
 again_and_again
 [ -z "${REFERENCE_NCCL:-}" ] || race
 report | tee "$out/summary.txt"
