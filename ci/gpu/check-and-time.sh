@@ -4,8 +4,8 @@
 # Runs what was built before (target/release), `ossicle perf` and NVIDIA's all_reduce_perf with our library preloaded,
 # with several ranks on one GPU. Goes on after a failure, prints one table, and fails at the end if anything did.
 #
-#     NCCL_TESTS_DIR   folder with all_reduce_perf, all_gather_perf and broadcast_perf, built with nccl-tests-patch/, or with nccl-tests' sources to build so
-#                      (then CUDA_HOME and NCCL_HOME as nccl-tests' Makefile wants them)
+#     NCCL_TESTS_DIR   folder with all_reduce_perf, all_gather_perf and broadcast_perf, built with nccl-tests-patch/, or
+#                      with nccl-tests' sources to build so (then CUDA_HOME and NCCL_HOME as its Makefile wants them)
 #     REFERENCE_NCCL   optional: NVIDIA's libnccl.so.2, 2.30 or newer (older ones refuse ranks on one GPU), to race with
 #     OUT              folder for the logs and the table; target/gpu-check if unset
 #     BUDGET_S         seconds for everything (460); runs that no longer fit are reported as failures
