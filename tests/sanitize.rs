@@ -48,6 +48,14 @@ fn reduce(counts: &'static [usize]) -> usize {
         .sum()
 }
 
+/// A communicator on a GPU, asked of a library that was built without device code.
+fn says_host_only() -> bool {
+    let (mut comm, id) = (null_mut(), unique_id());
+    // SAFETY: comm is a writable handle.
+    let refused = unsafe { api::ncclCommInitRank(&mut comm, 1, id, 0) } != 0 && comm.is_null();
+    refused && nccl::observe::last_error::get().contains("feature host-only")
+}
+
 fn main() {
     let mut passed = 0;
     let mut failed = 0;
@@ -68,6 +76,10 @@ fn main() {
     check("ring alone", reduce(&[1, 10, 1000, 20_000]) == 0);
     std::env::set_var("NCCL_ALGO", "OneShot");
     check("one-shot alone", reduce(&[1, 10, 1000, 16_000]) == 0);
+    if cfg!(feature = "host-only") {
+        std::env::set_var("OSSICLE_DEVICE", "cuda");
+        check("a library without device code says so", says_host_only());
+    }
     println!("{passed} passed, {failed} failed");
     std::process::exit(i32::from(failed > 0));
 }

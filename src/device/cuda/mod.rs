@@ -68,6 +68,7 @@ pub fn available() -> bool {
 }
 
 pub fn count() -> Result<i32> {
+    module::embedded().ok_or_else(|| Error::usage(HOST_ONLY))?;
     Ok(device_count(usable_driver()?)?)
 }
 
