@@ -12,6 +12,7 @@ use cudarc::driver::sys::{CUuserObject, CUuserObjectRetain_flags, CUuserObject_f
 use parking_lot::Mutex;
 use std::any::Any;
 use std::ffi::{c_uint, c_void};
+use std::panic::catch_unwind;
 use std::sync::Arc;
 
 type Kept = Arc<dyn Any + Send + Sync>;
@@ -26,10 +27,14 @@ pub fn drop_released() {
     drop(released);
 }
 
+// SAFETY: the driver calls it, once, with what `keep` gave to it.
 unsafe extern "C" fn release(kept: *mut c_void) {
-    // SAFETY: what `keep` gave to the driver, which calls this once.
-    let kept = unsafe { Box::from_raw(kept.cast::<Kept>()) };
-    RELEASED.lock().push(*kept);
+    // No panic may reach the driver.
+    let _ = catch_unwind(|| {
+        // SAFETY: as above: a box that nobody else owns any more.
+        let kept = unsafe { Box::from_raw(kept.cast::<Kept>()) };
+        RELEASED.lock().push(*kept);
+    });
 }
 
 impl CudaDevice {

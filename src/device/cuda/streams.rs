@@ -5,6 +5,9 @@
 //! is the last that a communicator used and work is still to be ordered behind it: the driver keeps no record of dead
 //! handles, and NCCL asks the same of its users. The per-thread stream means another stream in every thread, so a
 //! communicator that uses it should be called from one thread: a later call cannot order itself behind it elsewhere.
+//!
+//! A stream may be under capture. What is asked here of it or done to it then waits for nothing, and an event's record
+//! and wait become an edge of the graph.
 
 use super::context::{self, Handle, RelaxedCapture, Scope};
 use super::CudaDevice;
@@ -284,5 +287,17 @@ mod tests {
             .expect("ordered");
         assert_eq!(fake.count(c"cuEventCreate"), 1);
         assert_eq!((fake.ask(c"fake_depth"), fake.ask(c"fake_mode")), (0, 0));
+    }
+    #[test]
+    fn streams_are_ordered_by_one_event_that_is_used_again() {
+        let (fake, device) = fake_device("order");
+        for (last, next) in [(0x600, 0x601), (0x601, 0x602)] {
+            device
+                .order_streams(last as *mut c_void, next as *mut c_void)
+                .expect("ordered");
+            assert_eq!(fake.get::<usize>(c"fake_recorded"), last);
+            assert_eq!(fake.get::<usize>(c"fake_waiting"), next);
+        }
+        assert_eq!(fake.count(c"cuEventCreate"), 1);
     }
 }

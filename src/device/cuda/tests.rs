@@ -376,19 +376,6 @@ fn streams_are_told_apart_and_bad_ones_refused() {
 }
 
 #[test]
-fn streams_are_ordered_by_one_event_that_is_used_again() {
-    let (fake, device) = fake_device("order");
-    for (last, next) in [(0x600, 0x601), (0x601, 0x602)] {
-        device
-            .order_streams(last as *mut c_void, next as *mut c_void)
-            .expect("ordered");
-        assert_eq!(fake.get::<usize>(c"fake_recorded"), last);
-        assert_eq!(fake.get::<usize>(c"fake_waiting"), next);
-    }
-    assert_eq!(fake.count(c"cuEventCreate"), 1);
-}
-
-#[test]
 fn keys_tell_blocking_streams_and_ids_what_is_known() {
     let (fake, device) = fake_device("blocking_streams");
     let key = |handle: usize| device.check_stream(handle as *mut c_void).expect("a stream").stream;
