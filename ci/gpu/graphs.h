@@ -292,6 +292,24 @@ static void many_graphs() {
   check(data.wrong_elements() == 0, "every element");
 }
 
+// PyTorch makes a communicator at its first use, which may be in a capture: under CUDA's default mode every thread's unsafe
+// calls would break it.
+static void init_in_a_capture() {
+  current = "a communicator made in a capture";
+  Cluster two(2);
+  for (auto& comm : two.comms) ncclCommDestroy(comm);
+  two.comms = {nullptr, nullptr};
+  Data data(two, 1 << 20);
+  Graphs graphs;
+  capture(two, false, cudaStreamCaptureModeGlobal, graphs, [&] {
+    int same[2] = {0, 0};
+    check(ncclCommInitAll(two.comms.data(), 2, same) == ncclSuccess, "ncclCommInitAll");
+    check(reduce_all(two, data, two.streams) == ncclSuccess, "a sum");
+  });
+  for (int turn = 0; turn < 20; turn++) replay(two, graphs, {&data}, turn, 1);
+  check(data.wrong_elements() == 0, "every element");
+}
+
 static void graphs() {
   for (auto mode : {cudaStreamCaptureModeRelaxed, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeGlobal}) {
     replays(true, mode);
@@ -300,6 +318,7 @@ static void graphs() {
   two_graphs_of_one_communicator();
   streams_of_one_capture();
   refusals_under_capture();
+  init_in_a_capture();
   for (size_t count : {size_t(8), size_t(1) << 20}) {
     graphs_and_the_end_of_communicators(count);
     abort_of_a_replay(count);

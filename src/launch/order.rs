@@ -67,7 +67,7 @@ impl Engine {
             None => Ok(()),
             Some(_) => Err(Error::usage(format!(
                 "rank {}: the operation before this one still runs in stream {last:p}, which is under CUDA graph capture \
-                 now: synchronise a stream before capturing it, or go on in it",
+                 now: synchronise a stream before capturing it",
                 self.rank
             ))),
         }

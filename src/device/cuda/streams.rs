@@ -213,13 +213,18 @@ impl CudaDevice {
     pub(super) fn record(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark> {
         let _scope = self.scope()?;
         let idle = || self.events.idle.lock().pop();
-        let mark = match mark.or_else(idle) {
+        let recorded = match mark.or_else(idle) {
             Some(mark) => mark,
             None => self.create_event()?,
         };
         // SAFETY: an event of this context; the stream was accepted by `stream_key`.
-        unsafe { self.driver.call.cuEventRecord(event(mark), stream.cast()) }?;
-        Ok(mark)
+        if let Err(failure) = unsafe { self.driver.call.cuEventRecord(event(recorded), stream.cast()) } {
+            if mark.is_none() {
+                self.events.give_back(recorded);
+            }
+            return Err(failure.into());
+        }
+        Ok(recorded)
     }
 
     pub(super) fn wait(&self, mark: Mark, next: *mut c_void) -> Result<()> {
