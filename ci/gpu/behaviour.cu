@@ -1,5 +1,5 @@
 // What the library does on a GPU besides adding right: bad pointers and streams, aborts, waits that are late, kernels and
-// allocations beside a kernel that waits, memory over many communicators, the same bits as on the host device.
+// allocations beside a kernel that waits, graphs, memory over many communicators, the same bits as on the host device.
 //
 //     behaviour shared      the checks that need several ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1)
 //     behaviour exclusive   what the same layouts get without that variable
@@ -93,6 +93,8 @@ static bool sums(Cluster& cluster, size_t count) {
   return right;
 }
 
+#include "graphs.h"
+
 static void pointers() {
   current = "pointers";
   Cluster one(1);
@@ -162,12 +164,6 @@ static void streams() {
   }
   {
     Cluster one(1);
-    cudaGraph_t graph;
-    cuda(cudaStreamBeginCapture(one.streams[0], cudaStreamCaptureModeThreadLocal), "capture");
-    ncclResult_t result = ncclAllReduce(a, b, 8, ncclFloat, ncclAvg, one.comms[0], one.streams[0]);
-    check(result == ncclInvalidUsage && last_error_has("capture"), "a stream under capture");
-    check(cudaStreamEndCapture(one.streams[0], &graph) == cudaSuccess, "the capture survives the refusal");
-    cudaGraphDestroy(graph);
     check(ncclAllReduce(a, b, 8, ncclFloat, ncclAvg, one.comms[0], nullptr) == ncclSuccess, "the default stream");
     check(ncclAllReduce(a, b, 8, ncclFloat, ncclAvg, one.comms[0], cudaStreamPerThread) == ncclSuccess, "the thread's stream");
     cuda(cudaStreamSynchronize(cudaStreamPerThread), "synchronise");
@@ -480,6 +476,7 @@ int main(int argc, char** argv) {
     streams();
     stream_order();
     moves();
+    graphs();
     beside_a_waiting_kernel();
     abort_of_a_waiting_rank(8);
     abort_of_a_waiting_rank(1 << 20);

@@ -5,7 +5,7 @@
 //! a launch returns when it is done, as MPI's calls do. Every communicator has a device object with threads of its
 //! own, which exist only once a launch needs more than the caller's thread.
 
-use super::{Device, DeviceKind, Kernel, Launch, Memory, Placement};
+use super::{Device, DeviceKind, Kernel, Launch, Memory, Placement, StreamKey};
 use crate::error::{Error, Result};
 use crate::sys::condvar::Condvar;
 use once_cell::sync::Lazy;
@@ -320,9 +320,12 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    fn check_stream(&self, stream: *mut c_void) -> Result<u64> {
+    fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
         match stream as usize {
-            handle @ 0..=LAST_DEFAULT_STREAM => Ok(handle as u64),
+            handle @ 0..=LAST_DEFAULT_STREAM => Ok(StreamKey {
+                stream: handle as u64,
+                capture: None,
+            }),
             _ => Err(Error::argument(format!(
                 "stream is {stream:p}; the host device has the default stream only: pass NULL, or set OSSICLE_DEVICE=cuda"
             ))),

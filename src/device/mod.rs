@@ -120,7 +120,20 @@ pub struct Launch<'a> {
 // SAFETY: the stream handle is a value for the driver; nothing reads through it here.
 unsafe impl Sync for Launch<'_> {}
 
-/// What `Device::check_stream` answers for the legacy default stream.
+/// What `Device::check_stream` tells of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamKey {
+    /// For `streams_conflict`: two handles of the legacy stream give one.
+    pub stream: u64,
+    /// The capture that the stream is in, by the driver's id, which no other capture of the process ever has.
+    pub capture: Option<u64>,
+}
+
+/// A place in a stream's work (`Device::mark`): the device's event. Its owner gives it back with `Device::unmark`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark(pub usize);
+
+/// `StreamKey::stream` of the legacy default stream.
 ///
 /// Every other stream's key is `id << 1 | blocking`, with the driver's id of the stream and `blocking` 1 where its work
 /// waits for work in the legacy stream and the other way round: in every stream that was not created as non-blocking,
@@ -162,11 +175,29 @@ pub trait Device: Any + Send + Sync {
     /// A user's buffer must be reachable by this device's kernels; `ncclInvalidArgument` otherwise.
     /// `always` looks it up at every call (`NCCL_CHECK_POINTERS=1`), else once an allocation.
     fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()>;
-    /// The stream's key for `streams_conflict` (two handles of the legacy stream give one key); refuses a handle that
-    /// is not a stream of this device and a stream under capture.
-    fn check_stream(&self, stream: *mut c_void) -> Result<u64>;
-    /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`.
+    /// Refuses a handle that is not a stream of this device, and one whose capture is broken.
+    fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey>;
+    /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`, and both are in one
+    /// capture or in none: a wait for captured work would draw the stream that waits into the capture.
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()>;
+    /// Puts a mark behind all work that is now in `stream`, which is in no capture: `mark` anew, or else a fresh one.
+    /// The host device, whose work is done when a call returns, needs none.
+    fn mark(&self, mark: Option<Mark>, _stream: *mut c_void) -> Result<Mark> {
+        Ok(mark.unwrap_or(Mark(0)))
+    }
+    /// Whether the work before the mark is done.
+    fn reached(&self, _mark: Mark) -> Result<bool> {
+        Ok(true)
+    }
+    /// Makes `next` wait for the mark. The marked stream need not exist any more.
+    fn wait_for_mark(&self, _mark: Mark, _next: *mut c_void) -> Result<()> {
+        Ok(())
+    }
+    fn unmark(&self, _mark: Mark) {}
+    /// Keeps `kept` for as long as the graph that `stream` is captured into, or anything made of it, can run.
+    fn keep_for_graph(&self, _stream: *mut c_void, _kept: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        Err(crate::error::Error::internal("this device has no graphs"))
+    }
     /// The device still answers: an error that a kernel or the driver left makes every later call fail.
     fn health(&self) -> Result<()> {
         Ok(())

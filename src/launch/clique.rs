@@ -31,6 +31,13 @@ fn conflict(a: u64, b: u64) -> bool {
     a & ORDINAL_MASK == b & ORDINAL_MASK && streams_conflict(a >> ORDINAL_BITS, b >> ORDINAL_BITS)
 }
 
+pub(super) fn one_stream(first: u32, second: u32) -> Error {
+    Error::usage(format!(
+        "ranks {first} and {second} of one communicator use one stream: the second kernel would wait behind the first, which \
+         waits for it; give each rank a stream of its own"
+    ))
+}
+
 /// Cliques of this process by what names their communicator.
 static CLIQUES: Lazy<Mutex<HashMap<Vec<u8>, Weak<Clique>>>> = Lazy::new(Default::default);
 
@@ -59,10 +66,7 @@ impl Clique {
             let remembered = ahead.saturating_sub(REMEMBERED as u64).max(number)..ahead;
             let queued = |number: u64| self.streams[other][number as usize % REMEMBERED].load(Ordering::SeqCst);
             if remembered.into_iter().any(|number| conflict(queued(number), stream)) {
-                return Err(Error::usage(format!(
-                    "ranks {other} and {rank} of one communicator use one stream: the second kernel would wait behind the \
-                     first, which waits for it; give each rank a stream of its own"
-                )));
+                return Err(one_stream(other as u32, rank));
             }
         }
         Ok(())

@@ -234,7 +234,7 @@ pub(super) fn assemble(
             _inboxes: inboxes,
         }),
         clique,
-        last_stream: Mutex::new(None),
+        order: Mutex::default(),
         launched: AtomicU64::new(0),
         faults_seen: AtomicU64::new(0),
     })

@@ -7,13 +7,14 @@
 mod clique;
 mod connect;
 pub mod layout;
+mod order;
 mod settings;
 #[cfg(test)]
 mod tests;
 
 pub use connect::introduction;
 
-use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory};
+use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey};
 use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Algorithm, Call, Choice, Profile};
@@ -22,6 +23,7 @@ use crate::transport::PeerInbox;
 use clique::Clique;
 use connect::{Programs, Steps};
 use layout::{Control, OneShotWork, ProgramWork};
+use order::StreamOrder;
 use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -52,13 +54,13 @@ pub struct Engine {
     one_shot: Option<Box<OneShotWork>>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
-    /// The caller's stream of the last launch.
-    last_stream: Mutex<Option<(u64, usize)>>,
+    order: Mutex<StreamOrder>,
+    /// Eager launches.
     launched: AtomicU64,
     faults_seen: AtomicU64,
 }
 
-/// What the addresses in the templates point into.
+/// What the addresses in the templates point into. Every graph that has a kernel of the engine holds a reference.
 struct KernelMemory {
     control: Memory,
     _state: Memory,
@@ -71,7 +73,7 @@ pub struct Work {
     choice: Choice,
     arguments: Arguments,
     stream: *mut c_void,
-    stream_key: u64,
+    stream_key: StreamKey,
 }
 
 /// The kernel's parameter; large, and copied once on purpose: it is what cuLaunchKernel reads.
@@ -295,11 +297,11 @@ impl Engine {
         })
     }
 
-    /// Waits until no launched kernel of this rank touches memory any more, or until `give_up` answers. Kernels of a
-    /// device that failed will not say that they left.
+    /// Waits until no eager kernel of this rank touches memory any more, or until `give_up` answers. Kernels of a
+    /// device that failed will not say that they left. Replays of graphs are the caller's to wait for.
     pub fn synchronize(&self, give_up: &dyn Fn() -> Option<Error>) -> Result<()> {
         let begun = Instant::now();
-        while self.control().left.load(Ordering::Acquire) < self.launched.load(Ordering::Acquire) {
+        while !self.idle()? {
             if let Some(error) = give_up() {
                 return Err(error);
             }
@@ -316,30 +318,16 @@ impl Engine {
 
     fn enter_clique(&self, works: &[Work]) -> Result<()> {
         let launched = self.launched.load(Ordering::Relaxed);
-        let mut numbered = works.iter().zip(launched..);
-        numbered.try_for_each(|(work, number)| {
+        let eager = works.iter().filter(|work| work.stream_key.capture.is_none());
+        eager.zip(launched..).try_for_each(|(work, number)| {
             self.clique
-                .enter(self.rank, self.device.as_ref(), work.stream_key, number)
+                .enter(self.rank, self.device.as_ref(), work.stream_key.stream, number)
         })
     }
 
     /// Takes back what was entered and not launched.
     fn leave_clique(&self) {
         self.clique.leave(self.rank, self.launched.load(Ordering::Relaxed));
-    }
-
-    /// Orders the launch after this rank's work in another stream, and says which stream comes last. Where that work
-    /// has left, the other stream is not asked: its owner may have destroyed it.
-    fn order(&self, work: &Work) -> Result<()> {
-        let mut last = self.last_stream.lock();
-        if let Some((key, handle)) = *last {
-            let idle = self.control().left.load(Ordering::Acquire) >= self.launched.load(Ordering::Acquire);
-            if key != work.stream_key && !idle {
-                self.device.order_streams(handle as *mut c_void, work.stream)?;
-            }
-        }
-        *last = Some((work.stream_key, work.stream as usize));
-        Ok(())
     }
 
     /// After a launch on the host device: whether the operation was stopped.
@@ -366,6 +354,8 @@ impl Drop for Engine {
             crate::warning!("{}: its memory is kept", error.text);
             std::mem::forget(self.memory.clone());
         }
+        self.give_mark_back();
+        device::cuda::drop_released();
     }
 }
 
@@ -374,6 +364,8 @@ pub type Part<'a> = (&'a Engine, &'a [Work]);
 
 /// Checks a batch against what the ranks of this process have launched. After a refusal nothing has changed.
 pub fn admit(batch: &[Part]) -> Result<()> {
+    order::check_captures(batch)?;
+    batch.iter().try_for_each(|(engine, works)| engine.check_order(works))?;
     for (index, (engine, works)) in batch.iter().enumerate() {
         if let Err(error) = engine.enter_clique(works) {
             batch[..=index].iter().for_each(|(engine, _)| engine.leave_clique());
@@ -401,9 +393,9 @@ pub fn launch(batch: &[Part]) -> Result<()> {
         for round in 0..most {
             for (engine, works) in batch.iter().filter(of_first) {
                 if let Some(work) = works.get(round) {
-                    engine.order(work)?;
+                    engine.before_launch(work)?;
                     device::cuda::launch(&launch_of(engine, work))?;
-                    engine.launched.fetch_add(1, Ordering::Release);
+                    engine.after_launch(work)?;
                 }
             }
         }

@@ -13,7 +13,7 @@ use oracle::{Element, Order, Patterns};
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;
 
-fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
+pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
     Profile {
         ranks,
         allowed: vec![algorithm],
@@ -30,11 +30,15 @@ fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
 
 /// All ranks of a communicator, connected without a bootstrap.
 fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
+    let devices: Vec<_> = (0..profile.ranks).map(|rank| host::open(rank as i32)).collect();
+    cluster_on(&devices, profile, path)
+}
+
+pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: Path) -> Vec<Engine> {
     let programs: Vec<Program> = (0..profile.ranks)
         .map(|rank| plan::ring_all_reduce(profile.ranks, rank))
         .collect();
     let geometry = geometry(profile, &programs);
-    let devices: Vec<_> = (0..profile.ranks).map(|rank| host::open(rank as i32)).collect();
     let inboxes: Vec<Inbox> = devices
         .iter()
         .map(|device| Inbox::create(device, path, geometry).unwrap())

@@ -12,6 +12,7 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void, CStr};
 use std::fmt;
 use std::ptr::NonNull;
 pub use types::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream};
+pub use types::{CUgraph, CUgraphNode, CUhostFn, CUuserObject};
 pub use types::{CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle};
 
 /// The oldest driver that has all required functions (525.60).
@@ -69,13 +70,30 @@ function_table! {
         );
         12000 fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int);
         12000 fn cuStreamQuery(stream: CUstream);
-        12000 fn cuStreamIsCapturing(stream: CUstream, status: *mut c_int);
+        12000 fn cuStreamGetCaptureInfo(
+            stream: CUstream,
+            status: *mut c_int,
+            id: *mut c_ulonglong,
+            graph: *mut CUgraph,
+            dependencies: *mut *const CUgraphNode,
+            count: *mut usize,
+        );
         12000 fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong);
         12000 fn cuStreamGetFlags(stream: CUstream, flags: *mut c_uint);
         12000 fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
         12000 fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
         12000 fn cuEventCreate(event: *mut CUevent, flags: c_uint);
         12000 fn cuEventRecord(event: CUevent, stream: CUstream);
+        12000 fn cuEventQuery(event: CUevent);
+        12000 fn cuUserObjectCreate(
+            object: *mut CUuserObject,
+            kept: *mut c_void,
+            destroy: CUhostFn,
+            references: c_uint,
+            flags: c_uint,
+        );
+        12000 fn cuUserObjectRelease(object: CUuserObject, references: c_uint);
+        12000 fn cuGraphRetainUserObject(graph: CUgraph, object: CUuserObject, references: c_uint, flags: c_uint);
         12000 fn cuMemGetAllocationGranularity(
             bytes: *mut usize,
             properties: *const CUmemAllocationProp,

@@ -187,7 +187,8 @@ CALL(cuPointerGetAttributes(unsigned count, int *names, void **values, u64 point
     return 0;
 }
 
-/* Streams by handle: 0x50C under capture, 0x50E beside one, 0x50B no stream, 0x501 of GPU 1, 0x506 of a green context. */
+/* Streams by handle: 0x50C and 0x50D in capture 7, 0x50F in a broken one, 0x50E beside one, 0x50B no stream, 0x501 of
+ * GPU 1, 0x506 of a green context. */
 CALL(cuStreamCreateWithPriority(void **stream, unsigned flags, int priority))
     *stream = (void *)0x500;
     return flags == 1 && priority == -5 ? 0 : UNKNOWN;
@@ -197,9 +198,36 @@ CALL(cuStreamQuery(void *stream))
     if (fake_stream_status) return fake_stream_status;
     return fake_not_ready > 0 && fake_not_ready-- ? NOT_READY : 0;
 }
-CALL(cuStreamIsCapturing(void *stream, int *status))
-    *status = stream == (void *)0x50C;
+static int captured(void *stream) { return stream == (void *)0x50C || stream == (void *)0x50D; }
+CALL(cuStreamGetCaptureInfo(void *stream, int *status, u64 *id, void **graph, void **dependencies, size_t *count))
+    if (dependencies || count) return UNKNOWN;
+    *status = captured(stream) ? 1 : stream == (void *)0x50F ? 2 : 0;
+    if (*status == 1) *id = 7, *graph = (void *)0xC07;
     return stream == (void *)0x50E ? 906 : stream == (void *)0x50B ? INVALID_HANDLE : 0;
+}
+/* One user object at a time, which the graph holds from cuGraphRetainUserObject to fake_end_graph. */
+int fake_fail_create, fake_fail_retain;
+static void (*destroy_object)(void *);
+static void *object;
+CALL(cuUserObjectCreate(void **handle, void *kept, void (*destroy)(void *), unsigned references, unsigned flags))
+    if (fake_fail_create || references != 1 || flags != 1 || !current()) return UNKNOWN;
+    *handle = (void *)0x0B;
+    object = kept;
+    destroy_object = destroy;
+    return 0;
+}
+CALL(cuUserObjectRelease(void *handle, unsigned references))
+    if (handle != (void *)0x0B || references != 1) return INVALID_VALUE;
+    destroy_object(object);
+    return 0;
+}
+CALL(cuGraphRetainUserObject(void *graph, void *handle, unsigned references, unsigned flags))
+    if (graph != (void *)0xC07 || handle != (void *)0x0B || references != 1 || flags != 1) return INVALID_VALUE;
+    return fake_fail_retain ? UNKNOWN : 0;
+}
+int fake_end_graph(void) {
+    destroy_object(object);
+    return 0;
 }
 CALL(cuStreamGetId(void *stream, u64 *id)) *id = (u64)stream + (u64)fake_generation * 0x10000; return 0; }
 CALL(cuStreamGetFlags(void *stream, unsigned *flags)) *flags = fake_stream_flags; return stream <= (void *)2 ? UNKNOWN : 0; }
@@ -211,6 +239,8 @@ CALL(cuStreamGetDevice(void *stream, int *device)) *device = stream == (void *)0
 CALL(cuStreamWaitEvent(void *stream, void *event, unsigned flags)) (void)event; fake_waiting = stream; return (int)flags; }
 CALL(cuEventCreate(void **event, unsigned flags)) *event = (void *)0x700; return flags == 2 ? 0 : UNKNOWN; }
 CALL(cuEventRecord(void *event, void *stream)) (void)event; fake_recorded = stream; return 0; }
+int fake_event_status;
+CALL(cuEventQuery(void *event)) return event != (void *)0x700 ? INVALID_HANDLE : mode == 2 ? fake_event_status : 900; }
 
 CALL(cuMemGetAllocationGranularity(size_t *bytes, const int *properties, int option))
     *bytes = PAGE;
@@ -250,10 +280,11 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuFuncGetParamInfo), ENTRY(cuLaunchKernel), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc),
     ENTRY(cuMemHostRegister), ENTRY(cuMemHostUnregister), ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemsetD8Async),
     ENTRY(cuPointerGetAttributes), ENTRY(cuStreamCreateWithPriority), ENTRY(cuStreamGetFlags), ENTRY(cuStreamQuery),
-    ENTRY(cuStreamIsCapturing), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamGetDevice), ENTRY(cuStreamWaitEvent),
+    ENTRY(cuStreamGetCaptureInfo), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamGetDevice), ENTRY(cuStreamWaitEvent),
     ENTRY(cuEventCreate), ENTRY(cuEventRecord), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate),
     ENTRY(cuMemRelease), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap),
-    ENTRY(cuMemSetAccess), ENTRY(cuCtxEnablePeerAccess),
+    ENTRY(cuMemSetAccess), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuEventQuery), ENTRY(cuUserObjectCreate),
+    ENTRY(cuUserObjectRelease), ENTRY(cuGraphRetainUserObject),
 };
 int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
     *function = 0;

@@ -9,6 +9,7 @@
 //! not the caller's.
 
 mod context;
+mod graphs;
 mod module;
 mod own_stream;
 mod peers;
@@ -19,14 +20,16 @@ mod streams;
 mod tests;
 mod user_memory;
 
-use super::{Device, DeviceKind, Launch, Memory, Placement};
+use super::{Device, DeviceKind, Launch, Mark, Memory, Placement, StreamKey};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failure, Unusable};
 use crate::{info, warning};
 use context::{Handle, RelaxedCapture, Scope};
 use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
+pub use graphs::drop_released;
 use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
+use std::any::Any;
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::sync::Arc;
 
@@ -454,18 +457,38 @@ impl Device for CudaDevice {
         if bytes == 0 || (!always && self.known_ranges.covers(address, bytes)) {
             return Ok(());
         }
-        let _scope = self.scope()?;
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
         let range = pointers::look_up(self.driver, self.ordinal, name, address, bytes)?;
         self.known_ranges.remember(address, range);
         Ok(())
     }
 
-    fn check_stream(&self, stream: *mut c_void) -> Result<u64> {
+    fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
         self.stream_key(stream)
     }
 
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
         self.order(last, next)
+    }
+
+    fn mark(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark> {
+        self.record(mark, stream)
+    }
+
+    fn reached(&self, mark: Mark) -> Result<bool> {
+        self.is_reached(mark)
+    }
+
+    fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()> {
+        self.wait(mark, next)
+    }
+
+    fn unmark(&self, mark: Mark) {
+        self.events.give_back(mark);
+    }
+
+    fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        self.keep(stream, kept)
     }
 
     fn health(&self) -> Result<()> {

@@ -5,23 +5,36 @@
 //! is the last that a communicator used and work is still to be ordered behind it: the driver keeps no record of dead
 //! handles, and NCCL asks the same of its users. The per-thread stream means another stream in every thread, so a
 //! communicator that uses it should be called from one thread: a later call cannot order itself behind it elsewhere.
+//!
+//! A stream may be under capture. What is asked here of it or done to it then waits for nothing, and an event's record
+//! and wait become an edge of the graph.
 
-use super::context::{self, Handle, Scope};
+use super::context::{self, Handle, RelaxedCapture, Scope};
 use super::CudaDevice;
-use crate::device::LEGACY_STREAM_KEY;
+use crate::device::{Mark, StreamKey, LEGACY_STREAM_KEY};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CallResult, Failure};
-use cudarc::driver::sys::{CUctx_st, CUevent_flags, CUevent_st, CUresult, CUstream_flags, CUstream_st};
+use cudarc::driver::sys::{
+    CUctx_st, CUevent, CUevent_flags, CUgraph, CUresult, CUstreamCaptureStatus, CUstream_flags, CUstream_st,
+};
 use parking_lot::Mutex;
 use std::ffi::{c_int, c_uint, c_void};
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const KNOWN_STREAMS: usize = 64;
 
-/// Events at rest, one for each thread that ever ordered two streams at the same moment.
+/// Events at rest: as many as threads ever ordered two streams at the same moment, and one for each communicator that
+/// was captured and is gone.
 #[derive(Default)]
 pub(super) struct Events {
-    idle: Mutex<Vec<Handle<CUevent_st>>>,
+    idle: Mutex<Vec<Mark>>,
+}
+
+impl Events {
+    pub(super) fn give_back(&self, mark: Mark) {
+        self.idle.lock().push(mark);
+    }
 }
 
 /// Keys of streams that were found to be this GPU's, by their ids: a direct-mapped table, read and written without a
@@ -74,28 +87,67 @@ fn concerns_capture(failure: &Failure) -> bool {
     (first..=last).contains(&failure.status)
 }
 
-fn under_capture(stream: *mut c_void) -> Error {
-    Error::usage(format!(
-        "stream {stream:p} is under CUDA graph capture, which is not built yet: call the collective outside of capture"
-    ))
+/// A capture under way: the driver's id of it, and the graph that it fills.
+pub(super) struct Capture {
+    id: u64,
+    pub(super) graph: CUgraph,
 }
 
 impl CudaDevice {
+    /// The capture that the stream is in. The legacy stream is in none, and answers with an error while a stream that
+    /// waits for it is captured.
+    pub(super) fn capture(&self, stream: *mut c_void) -> Result<Option<Capture>> {
+        let (mut status, mut capture) = (
+            0,
+            Capture {
+                id: 0,
+                graph: null_mut(),
+            },
+        );
+        // SAFETY: the caller's handle; writes two numbers and a handle, and nothing where NULL is given.
+        unsafe {
+            self.driver.call.cuStreamGetCaptureInfo(
+                stream.cast(),
+                &mut status,
+                &mut capture.id,
+                &mut capture.graph,
+                null_mut(),
+                null_mut(),
+            )
+        }
+        .map_err(|failure| self.no_stream(stream, failure))?;
+        match status {
+            none if none == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int => Ok(None),
+            active if active == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_int => Ok(Some(capture)),
+            _ => Err(Error::usage(format!(
+                "the CUDA graph capture of stream {stream:p} was made invalid by an earlier call: end it and capture again"
+            ))),
+        }
+    }
+
+    fn no_stream(&self, stream: *mut c_void, failure: Failure) -> Error {
+        match concerns_capture(&failure) {
+            true => Error::usage(format!(
+                "stream {stream:p} cannot be used while a stream that takes turns with it is under CUDA graph capture: \
+                 {failure}"
+            )),
+            false => Error::argument(format!("stream {stream:p} is not a stream of {}: {failure}", self.gpu)),
+        }
+    }
+
     /// Two driver calls for a stream that is known by its id, two more at first. Handles are used again for other
     /// streams, and capture begins at any time: so these two questions are asked at every call.
-    pub(super) fn stream_key(&self, stream: *mut c_void) -> Result<u64> {
+    pub(super) fn stream_key(&self, stream: *mut c_void) -> Result<StreamKey> {
         let _scope = self.scope()?;
+        Ok(StreamKey {
+            capture: self.capture(stream)?.map(|capture| capture.id),
+            stream: self.number(stream)?,
+        })
+    }
+
+    fn number(&self, stream: *mut c_void) -> Result<u64> {
         let handle = stream.cast::<CUstream_st>();
-        let refused = |failure: Failure| match concerns_capture(&failure) {
-            true => under_capture(stream),
-            false => Error::argument(format!("stream {stream:p} is not a stream of {}: {failure}", self.gpu)),
-        };
-        let mut capturing = 0;
-        // SAFETY: the caller's handle; writes one int.
-        unsafe { self.driver.call.cuStreamIsCapturing(handle, &mut capturing) }.map_err(refused)?;
-        if capturing != 0 {
-            return Err(under_capture(stream));
-        }
+        let refused = |failure: Failure| self.no_stream(stream, failure);
         if is_legacy(stream) {
             return Ok(LEGACY_STREAM_KEY);
         }
@@ -119,8 +171,7 @@ impl CudaDevice {
     /// A stream of this GPU but of another context than the primary one passes: a green context's stream takes the
     /// primary context's kernels, and any other the driver refuses at launch.
     fn check_stream_device(&self, stream: *mut c_void) -> Result<()> {
-        let refused =
-            |failure: Failure| Error::argument(format!("stream {stream:p} is not a stream of {}: {failure}", self.gpu));
+        let refused = |failure: Failure| self.no_stream(stream, failure);
         let mut context = std::ptr::null_mut();
         // SAFETY: the caller's handle, which the driver accepted before; writes one handle.
         unsafe { self.driver.call.cuStreamGetCtx(stream.cast(), &mut context) }.map_err(refused)?;
@@ -150,32 +201,108 @@ impl CudaDevice {
         }
     }
 
-    /// The wait takes the event's state of now, so the event is free for the next use when the call returns.
+    /// The wait takes the event's state of now, so the event is free for the next use when the call returns. In a
+    /// capture the two are no nodes but an edge of the graph.
     pub(super) fn order(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
-        let _scope = self.scope()?;
-        let idle = self.events.idle.lock().pop();
-        let event = match idle {
-            Some(event) => event,
-            None => self.create_event()?,
-        };
-        // SAFETY: an event of this context; both streams were accepted by `stream_key`.
-        let ordered = unsafe { self.driver.call.cuEventRecord(event.0, last.cast()) }
-            // SAFETY: as above.
-            .and_then(|()| unsafe { self.driver.call.cuStreamWaitEvent(next.cast(), event.0, 0) });
-        self.events.idle.lock().push(event);
-        ordered.map_err(|failure| {
-            Error::from(failure).within(format!("stream {next:p} cannot be ordered behind stream {last:p}"))
-        })
+        let mark = self.record(None, last)?;
+        let ordered = self.wait(mark, next);
+        self.events.give_back(mark);
+        ordered.map_err(|error| error.within(format!("stream {next:p} cannot be ordered behind stream {last:p}")))
     }
 
-    fn create_event(&self) -> Result<Handle<CUevent_st>> {
-        let mut event = std::ptr::null_mut();
+    pub(super) fn record(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark> {
+        let _scope = self.scope()?;
+        let idle = || self.events.idle.lock().pop();
+        let recorded = match mark.or_else(idle) {
+            Some(mark) => mark,
+            None => self.create_event()?,
+        };
+        // SAFETY: an event of this context; the stream was accepted by `stream_key`.
+        if let Err(failure) = unsafe { self.driver.call.cuEventRecord(event(recorded), stream.cast()) } {
+            if mark.is_none() {
+                self.events.give_back(recorded);
+            }
+            return Err(failure.into());
+        }
+        Ok(recorded)
+    }
+
+    pub(super) fn wait(&self, mark: Mark, next: *mut c_void) -> Result<()> {
+        let _scope = self.scope()?;
+        // SAFETY: as in `record`.
+        unsafe { self.driver.call.cuStreamWaitEvent(next.cast(), event(mark), 0) }?;
+        Ok(())
+    }
+
+    pub(super) fn is_reached(&self, mark: Mark) -> Result<bool> {
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        // SAFETY: an event of this context.
+        match unsafe { self.driver.call.cuEventQuery(event(mark)) } {
+            Err(failure) if failure.is(CUresult::CUDA_ERROR_NOT_READY) => Ok(false),
+            answered => Ok(answered.map(|()| true)?),
+        }
+    }
+
+    fn create_event(&self) -> Result<Mark> {
+        let _relaxed = RelaxedCapture::enter(self.driver)?;
+        let mut event: CUevent = null_mut();
         // SAFETY: writes one handle; a context is current.
         unsafe {
             self.driver
                 .call
                 .cuEventCreate(&mut event, CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint)
         }?;
-        Ok(Handle(event))
+        Ok(Mark(event as usize))
+    }
+}
+
+fn event(mark: Mark) -> CUevent {
+    mark.0 as CUevent
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::device::cuda::tests::{assert_refused, fake_device};
+    use crate::device::Device;
+    use crate::error::Code;
+    use std::ffi::c_void;
+
+    #[test]
+    fn a_mark_is_asked_in_relaxed_mode_waited_for_and_used_again() {
+        let (fake, device) = fake_device("marks");
+        let mark = device.mark(None, 0x600 as *mut c_void).expect("a mark");
+        assert_eq!(fake.get::<usize>(c"fake_recorded"), 0x600);
+        assert_eq!(device.reached(mark), Ok(true));
+        fake.set(c"fake_event_status", 600i32);
+        assert_eq!(device.reached(mark), Ok(false));
+        fake.set(c"fake_event_status", 700i32);
+        assert_refused(
+            device.reached(mark),
+            Code::UnhandledCudaError,
+            &["cuEventQuery failed: 700"],
+        );
+        device
+            .wait_for_mark(mark, 0x601 as *mut c_void)
+            .expect("the stream waits");
+        assert_eq!(fake.get::<usize>(c"fake_waiting"), 0x601);
+        assert_eq!(device.mark(Some(mark), 0x602 as *mut c_void), Ok(mark));
+        device.unmark(mark);
+        device
+            .order_streams(0x600 as *mut c_void, 0x601 as *mut c_void)
+            .expect("ordered");
+        assert_eq!(fake.count(c"cuEventCreate"), 1);
+        assert_eq!((fake.ask(c"fake_depth"), fake.ask(c"fake_mode")), (0, 0));
+    }
+    #[test]
+    fn streams_are_ordered_by_one_event_that_is_used_again() {
+        let (fake, device) = fake_device("order");
+        for (last, next) in [(0x600, 0x601), (0x601, 0x602)] {
+            device
+                .order_streams(last as *mut c_void, next as *mut c_void)
+                .expect("ordered");
+            assert_eq!(fake.get::<usize>(c"fake_recorded"), last);
+            assert_eq!(fake.get::<usize>(c"fake_waiting"), next);
+        }
+        assert_eq!(fake.count(c"cuEventCreate"), 1);
     }
 }

@@ -12,7 +12,7 @@ const IMAGE: Image = Image {
     targets: "sm_90",
 };
 
-fn fake_device(test: &str) -> (Fake, Arc<CudaDevice>) {
+pub(super) fn fake_device(test: &str) -> (Fake, Arc<CudaDevice>) {
     fake_device_with(test, &[])
 }
 
@@ -23,7 +23,7 @@ fn fake_device_with(test: &str, defines: &[&str]) -> (Fake, Arc<CudaDevice>) {
 }
 
 #[track_caller]
-fn assert_refused<T>(result: Result<T>, code: Code, parts: &[&str]) {
+pub(super) fn assert_refused<T>(result: Result<T>, code: Code, parts: &[&str]) {
     let error = result.err().expect("refused");
     assert_eq!(error.code, code, "{error}");
     for part in parts {
@@ -336,17 +336,31 @@ fn streams_are_told_apart_and_bad_ones_refused() {
     ] {
         let (fake, device) = fake_device_with(test, &[version]);
         let key = |handle: usize| device.check_stream(handle as *mut c_void);
-        assert_eq!((key(0), key(1)), (Ok(LEGACY_STREAM_KEY), Ok(LEGACY_STREAM_KEY)));
+        let legacy = StreamKey {
+            stream: LEGACY_STREAM_KEY,
+            capture: None,
+        };
+        assert_eq!((key(0), key(1)), (Ok(legacy), Ok(legacy)));
         let keys = [key(0), key(2), key(0x600), key(0x601), key(0x506)].map(|key| key.expect("a stream"));
         for (i, one) in keys.iter().enumerate() {
             assert!(!keys[i + 1..].contains(one), "{keys:?}");
         }
+        let captured = [key(0x50C), key(0x50D)].map(|key| key.expect("a stream under capture"));
+        assert_eq!(captured.map(|key| key.capture), [Some(7), Some(7)]);
+        assert_ne!(captured[0].stream, captured[1].stream);
         assert_refused(
-            key(0x50C),
+            key(0x50E),
             Code::InvalidUsage,
-            &["0x50c is under CUDA graph capture, which is not built yet"],
+            &[
+                "0x50e cannot be used while a stream",
+                "cuStreamGetCaptureInfo failed: 906",
+            ],
         );
-        assert_refused(key(0x50E), Code::InvalidUsage, &["under CUDA graph capture"]);
+        assert_refused(
+            key(0x50F),
+            Code::InvalidUsage,
+            &["capture of stream 0x50f was made invalid"],
+        );
         assert_refused(
             key(0x50B),
             Code::InvalidArgument,
@@ -362,25 +376,12 @@ fn streams_are_told_apart_and_bad_ones_refused() {
 }
 
 #[test]
-fn streams_are_ordered_by_one_event_that_is_used_again() {
-    let (fake, device) = fake_device("order");
-    for (last, next) in [(0x600, 0x601), (0x601, 0x602)] {
-        device
-            .order_streams(last as *mut c_void, next as *mut c_void)
-            .expect("ordered");
-        assert_eq!(fake.get::<usize>(c"fake_recorded"), last);
-        assert_eq!(fake.get::<usize>(c"fake_waiting"), next);
-    }
-    assert_eq!(fake.count(c"cuEventCreate"), 1);
-}
-
-#[test]
 fn keys_tell_blocking_streams_and_ids_what_is_known() {
     let (fake, device) = fake_device("blocking_streams");
-    let key = |handle: usize| device.check_stream(handle as *mut c_void).expect("a stream");
+    let key = |handle: usize| device.check_stream(handle as *mut c_void).expect("a stream").stream;
     let asked = || {
         [
-            c"cuStreamIsCapturing",
+            c"cuStreamGetCaptureInfo",
             c"cuStreamGetId",
             c"cuStreamGetCtx",
             c"cuStreamGetFlags",
