@@ -229,7 +229,9 @@ int fake_end_graph(void) {
     destroy_object(object);
     return 0;
 }
-CALL(cuStreamGetId(void *stream, u64 *id)) *id = (u64)stream + (u64)fake_generation * 0x10000; return 0; }
+CALL(cuStreamGetId(void *stream, u64 *id))
+    if (stream == (void *)0x50C || stream == (void *)0x50D) return 900;
+    *id = (u64)stream + (u64)fake_generation * 0x10000; return 0; }
 CALL(cuStreamGetFlags(void *stream, unsigned *flags)) *flags = fake_stream_flags; return stream <= (void *)2 ? UNKNOWN : 0; }
 CALL(cuStreamGetCtx(void *stream, void **context))
     *context = &contexts[stream == (void *)0x501 ? 1 : stream == (void *)0x506 ? 2 : 0];

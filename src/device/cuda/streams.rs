@@ -136,13 +136,16 @@ impl CudaDevice {
     }
 
     /// Two driver calls for a stream that is known by its id, two more at first. Handles are used again for other
-    /// streams, and capture begins at any time: so these two questions are asked at every call.
+    /// streams, and capture begins at any time: so these two questions are asked at every call. Under capture the
+    /// driver tells nothing of a stream but its capture, in which no handle can come to mean another stream.
     pub(super) fn stream_key(&self, stream: *mut c_void) -> Result<StreamKey> {
         let _scope = self.scope()?;
-        Ok(StreamKey {
-            capture: self.capture(stream)?.map(|capture| capture.id),
-            stream: self.number(stream)?,
-        })
+        let capture = self.capture(stream)?.map(|capture| capture.id);
+        let stream = match capture {
+            Some(_) => (stream as u64) << 1,
+            None => self.number(stream)?,
+        };
+        Ok(StreamKey { stream, capture })
     }
 
     fn number(&self, stream: *mut c_void) -> Result<u64> {
