@@ -7,7 +7,7 @@
 
 use crate::error::{Error, Result};
 use crate::info;
-use once_cell::sync::Lazy;
+use crate::sys::process_local::ProcessLocal;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 
@@ -18,8 +18,8 @@ pub fn text(name: &str) -> Option<String> {
 
 /// One of NCCL's integers, read once a process; None when unset or malformed (said at INFO).
 pub fn integer(name: &'static str) -> Option<i64> {
-    static SEEN: Lazy<Mutex<HashMap<&'static str, Option<i64>>>> = Lazy::new(|| Mutex::new(HashMap::new()));
-    *SEEN.lock().entry(name).or_insert_with(|| {
+    static SEEN: ProcessLocal<Mutex<HashMap<&'static str, Option<i64>>>> = ProcessLocal::new();
+    *SEEN.get().lock().entry(name).or_insert_with(|| {
         let value = text(name)?;
         let parsed = parse_integer(&value);
         match parsed {

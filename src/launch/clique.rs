@@ -6,7 +6,7 @@
 use crate::device::{streams_conflict, Device, DeviceKind};
 use crate::error::{Error, Result};
 use crate::launch::layout::MAX_RANKS;
-use once_cell::sync::Lazy;
+use crate::sys::process_local::ProcessLocal;
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,11 +39,11 @@ pub(super) fn one_stream(first: u32, second: u32) -> Error {
 }
 
 /// Cliques of this process by what names their communicator.
-static CLIQUES: Lazy<Mutex<HashMap<Vec<u8>, Weak<Clique>>>> = Lazy::new(Default::default);
+static CLIQUES: ProcessLocal<Mutex<HashMap<Vec<u8>, Weak<Clique>>>> = ProcessLocal::new();
 
 impl Clique {
     pub(super) fn of(communicator: Vec<u8>) -> Arc<Clique> {
-        let mut cliques = CLIQUES.lock();
+        let mut cliques = CLIQUES.get().lock();
         cliques.retain(|_, clique| clique.strong_count() > 0);
         let clique = cliques.get(&communicator).and_then(Weak::upgrade).unwrap_or_default();
         cliques.insert(communicator, Arc::downgrade(&clique));

@@ -8,6 +8,7 @@ pub(crate) mod condvar;
 pub mod cuda;
 #[cfg(test)]
 pub(crate) mod fake;
+pub(crate) mod process_local;
 pub(crate) mod thread;
 pub mod verbs;
 

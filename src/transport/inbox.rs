@@ -12,6 +12,7 @@ use super::Path;
 use crate::device::{Device, Memory, Placement};
 use crate::error::{Error, Result};
 use crate::launch::layout::{FLAG_STRIDE, LINE_BYTES};
+use crate::sys::process_local::ProcessLocal;
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -118,7 +119,7 @@ pub struct Inbox {
 }
 
 /// Inboxes of this process that peers in it may still want, by key.
-static OFFERED: Lazy<Mutex<HashMap<u64, Arc<PeerInbox>>>> = Lazy::new(Default::default);
+static OFFERED: ProcessLocal<Mutex<HashMap<u64, Arc<PeerInbox>>>> = ProcessLocal::new();
 
 /// Random and equal within one process, a forked child excepted: it shares the random half, not the process id.
 pub(super) fn process_token() -> u128 {
@@ -142,7 +143,7 @@ impl Inbox {
                     storage: Storage::Device(memory),
                     geometry,
                 });
-                OFFERED.lock().insert(key, inbox.clone());
+                OFFERED.get().lock().insert(key, inbox.clone());
                 Ok(Inbox {
                     inbox,
                     name: Name::Process(key),
@@ -178,6 +179,7 @@ impl Inbox {
         let name = serde_json::from_slice(name).map_err(|error| Error::internal(format!("inbox name: {error}")))?;
         match name {
             Name::Process(key) => OFFERED
+                .get()
                 .lock()
                 .get(&key)
                 .cloned()
@@ -196,7 +198,7 @@ impl Inbox {
 impl Drop for Inbox {
     fn drop(&mut self) {
         if let Name::Process(key) = self.name {
-            OFFERED.lock().remove(&key);
+            OFFERED.get().lock().remove(&key);
         }
     }
 }

@@ -6,6 +6,8 @@ use nccl::error::Code;
 use nccl::group;
 use std::fs::File;
 use std::panic::catch_unwind;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// No test lasts so long; then what was forgotten ends by itself.
@@ -19,6 +21,11 @@ fn a_forked_child_makes_its_own() {
 #[test]
 fn a_forked_child_makes_its_own_beside_idle_threads_of_its_parent() {
     run_role("fork_beside_idle_threads", &[]);
+}
+
+#[test]
+fn a_forked_child_makes_its_own_whatever_other_threads_were_making() {
+    run_role("fork_beside_inits", &[]);
 }
 
 /// Also of rank 0, whose process has the star that all others are connected to.
@@ -88,6 +95,37 @@ pub(crate) fn fork_beside_idle_threads() {
         assert_eq!(status, 0, "a child could not make a communicator of its own");
     }
     comms.into_iter().for_each(|comm| comm.destroy().unwrap());
+}
+
+/// The fork may come while another thread holds any of the library's locks.
+pub(crate) fn fork_beside_inits() {
+    // What the tests themselves set up once is done before.
+    still_works();
+    let stop = Arc::new(AtomicBool::new(false));
+    let makers = [stop.clone(), stop.clone()].map(|stop| {
+        std::thread::spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                still_works();
+            }
+        })
+    });
+    for _ in 0..60 {
+        // SAFETY: the child makes communicators, as children of such processes do, and leaves by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a child that hangs is ended by the signal, which its parent sees.
+            unsafe { libc::alarm(30) };
+            let made = catch_unwind(still_works).is_ok();
+            // SAFETY: ends the child without running anything of its parent's.
+            unsafe { libc::_exit(if made { 0 } else { 3 }) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above and writes its status to a local.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0, "a child could not make a communicator of its own");
+    }
+    stop.store(true, Ordering::Relaxed);
+    makers.into_iter().for_each(|maker| maker.join().unwrap());
 }
 
 /// The victim forks a child that sleeps, writes its number down and waits to be killed.

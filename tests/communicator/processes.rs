@@ -79,6 +79,7 @@ fn role() {
         Ok("cycles") => cycles(),
         Ok("fork") => forks::fork(),
         Ok("fork_beside_idle_threads") => forks::fork_beside_idle_threads(),
+        Ok("fork_beside_inits") => forks::fork_beside_inits(),
         Ok("forked_and_killed") => forks::forked_and_killed(),
         Ok("waits") => waits::waits(),
         Ok("waits_fail") => waits::waits_fail(),
