@@ -95,9 +95,9 @@ struct ProgramWork {
   uint32_t chunks;  // chunks of one iteration
   uint32_t steps;
   uint32_t pad;
-  // 0: the chunks of an iteration cut the data. Else chunk i lies in the output's block i of so many elements, and the
-  // input is one such block.
-  uint64_t block_elements;
+  // 0: the chunks of an iteration cut the data. Else chunk i lies i times so many elements further on in the output, and
+  // `count` elements are one rank's, which is all of the input.
+  uint64_t output_stride;
   Link send[MAX_LINKS];
   Link recv[MAX_LINKS];
   Step step[MAX_STEPS];

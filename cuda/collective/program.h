@@ -1,6 +1,6 @@
 // The interpreter: a channel's block walks its plan's steps over links of slots.
 //
-// A channel owns one contiguous part of the data (of every block, where there are blocks) and walks it in iterations; a
+// A channel owns one contiguous part of the data (of every rank's, in an all-gather) and walks it in iterations; a
 // chunk fills at most one slot. Every rank cuts the data alike, from count, channels and slot size alone. Thread 0 waits for a step's slots, the
 // block moves the chunk, thread 0 publishes.
 #pragma once
@@ -144,8 +144,8 @@ template <typename T, template <typename> class OpOf>
 OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
   constexpr uint64_t N = PACK_BYTES / sizeof(T);
   const bool aligned = (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output) |
-                        work.block_elements * sizeof(T)) % PACK_BYTES == 0;
-  const uint64_t cuts = work.block_elements ? 1 : work.chunks;
+                        work.output_stride * sizeof(T)) % PACK_BYTES == 0;
+  const uint64_t cuts = work.output_stride ? 1 : work.chunks;
   const Channel<T, OpOf<T>> channel{work, OpOf<T>(work.ranks), block.index, aligned};
   const uint64_t part = ceil_div(ceil_div(work.count, work.channels), N) * N;
   const uint64_t begin = min_of(part * block.index, work.count);
@@ -156,8 +156,8 @@ OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
     const uint64_t chunk = min_of(slot_elements, ceil_div(ceil_div(end - at, cuts), N) * N);
     for (uint32_t s = 0; ok && s < work.steps; ++s) {
       const uint64_t number = work.step[s].chunk;
-      const uint64_t offset = work.block_elements ? at : min_of(at + chunk * number, end);
-      ok = channel.step(block, s, offset, offset + number * work.block_elements, min_of(chunk, end - offset));
+      const uint64_t offset = work.output_stride ? at : min_of(at + chunk * number, end);
+      ok = channel.step(block, s, offset, offset + number * work.output_stride, min_of(chunk, end - offset));
     }
     at += chunk * cuts;
   }

@@ -241,6 +241,7 @@ pub(super) fn assemble(
 }
 
 pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
+    debug_assert!(programs.iter().all(|program| program.slots_needed <= profile.slots));
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,
@@ -359,7 +360,7 @@ fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[A
         chunks: 0,
         steps: 0,
         pad: 0,
-        block_elements: 0,
+        output_stride: 0,
         send,
         recv,
         step: [NO_STEP; MAX_STEPS],

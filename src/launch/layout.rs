@@ -82,7 +82,7 @@ pub struct ProgramWork {
     pub chunks: u32,
     pub steps: u32,
     pub pad: u32,
-    pub block_elements: u64,
+    pub output_stride: u64,
     pub send: [Link; MAX_LINKS],
     pub recv: [Link; MAX_LINKS],
     pub step: [Step; MAX_STEPS],

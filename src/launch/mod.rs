@@ -122,10 +122,7 @@ impl Engine {
         }
         let (kernel, choice, arguments) = match request.collective {
             Collective::AllReduce => self.all_reduce(request, &call)?,
-            Collective::AllGather => self.move_data(request, &call, &self.programs.all_gather, true),
-            Collective::Broadcast { root } => {
-                self.move_data(request, &call, &self.programs.broadcast[root as usize], false)
-            }
+            Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, &call),
         };
         self.tell(request, &choice);
         Ok(Some(Work {
@@ -183,7 +180,7 @@ impl Engine {
 
     /// A collective that moves bytes, whatever their type: in words of four where this rank's buffers allow it. The
     /// data is cut at the same bytes either way, so ranks need not agree.
-    fn move_data(&self, request: &Request, call: &Call, steps: &Steps, blocks: bool) -> (Kernel, Choice, Arguments) {
+    fn move_data(&self, request: &Request, call: &Call) -> (Kernel, Choice, Arguments) {
         let (input, output): (*const u8, *mut u8) = (request.send.cast(), request.recv.cast());
         let bytes = call.bytes();
         let words = (input as u64 | output as u64 | bytes).is_multiple_of(4);
@@ -193,8 +190,12 @@ impl Engine {
             (DataType::Uint8, bytes)
         };
         let choice = plan::choose_move(&self.profile, bytes);
-        let Steps { chunks, steps, step } = *steps;
-        let (channels, block_elements) = (choice.blocks, if blocks { count } else { 0 });
+        let channels = choice.blocks;
+        let (program, output_stride) = match request.collective {
+            Collective::Broadcast { root } => (&self.programs.broadcast[root as usize], 0),
+            _ => (&self.programs.all_gather, count),
+        };
+        let Steps { chunks, steps, step } = *program;
         let work = ProgramWork {
             input,
             output,
@@ -203,7 +204,7 @@ impl Engine {
             chunks,
             steps,
             step,
-            block_elements,
+            output_stride,
             ..*self.program
         };
         let kernel = Kernel {
