@@ -38,8 +38,8 @@ OSSICLE_DEVICE void clear_coming(const Block& block, const OneShotWork& work, ui
   for (uint64_t i = block.index * block.threads + block.thread; i < lines; i += block.blocks * block.threads) {
     store_line(area + i, Line{{0, 0}});
   }
-  barrier(block);
-  order_before_lines();
+  barrier<Site::CLEAR_DONE>(block);
+  order_before_lines<Site::CLEAR_FIRST>();
 }
 
 // Sources are polled in groups of this size: their loads are in flight together.

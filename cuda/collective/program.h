@@ -115,7 +115,7 @@ template <typename T, typename Op> struct Channel {
     if (block.thread == 0) {
       ok = (!recv || from.wait_filled(work, index, number)) && (!send || to.wait_free(work, index, number));
     }
-    if (!barrier_and(block, ok)) return false;
+    if (!barrier_and<Site::PROGRAM_READY>(block, ok)) return false;
     const Operands<T> operands{reinterpret_cast<const T*>(from.slot()), static_cast<const T*>(work.input) + input_at,
                                send ? reinterpret_cast<T*>(to.slot()) : nullptr,
                                store ? static_cast<T*>(work.output) + output_at : nullptr};
@@ -123,19 +123,19 @@ template <typename T, typename Op> struct Channel {
     if (recv && load) move_chunk<T, Op, true, true>(block, operands, count, op, finish, aligned);
     else if (recv) move_chunk<T, Op, true, false>(block, operands, count, op, finish, aligned);
     else move_chunk<T, Op, false, true>(block, operands, count, op, finish, aligned);
-    barrier(block);
+    barrier<Site::PROGRAM_MOVED>(block);
     if (block.thread == 0) {
       if (recv) {
         state->received[step.recv][index] = from.position + 1;
-        publish(from.head, from.position + 1);
+        publish<Site::PROGRAM_HEAD>(from.head, from.position + 1);
       }
       if (send) {
         state->sent[step.send][index] = to.position + 1;
-        publish(to.tail, to.position + 1);
+        publish<Site::PROGRAM_TAIL>(to.tail, to.position + 1);
       }
     }
     // The next step reads the positions that thread 0 has just written.
-    barrier(block);
+    barrier<Site::PROGRAM_POSITIONS>(block);
     return true;
   }
 };

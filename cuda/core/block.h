@@ -3,13 +3,7 @@
 // nvcc compiles a block as a CTA. The host compiler compiles it as one thread (thread 0 of 1), so that a machine
 // without a GPU runs the same kernels. Work inside a block is `for (i = block.thread; i < n; i += block.threads)`.
 #pragma once
-#include <stdint.h>
-
-#if defined(__CUDACC__)
-#define OSSICLE_DEVICE __device__ __forceinline__
-#else
-#define OSSICLE_DEVICE inline __attribute__((always_inline))
-#endif
+#include "sites.h"
 
 namespace ossicle {
 
@@ -19,7 +13,8 @@ struct Block {
 };
 
 // Every thread of the block arrives before any goes on, and sees what the others wrote before.
-OSSICLE_DEVICE void barrier(const Block& block) {
+template <Site SITE> OSSICLE_DEVICE void barrier(const Block& block) {
+  if (dropped(SITE)) return;
 #if defined(__CUDACC__)
   __syncthreads();
 #endif
@@ -27,7 +22,8 @@ OSSICLE_DEVICE void barrier(const Block& block) {
 }
 
 // A barrier whose result is true only if every thread came with true.
-OSSICLE_DEVICE bool barrier_and(const Block& block, bool ok) {
+template <Site SITE> OSSICLE_DEVICE bool barrier_and(const Block& block, bool ok) {
+  if (dropped(SITE)) return ok;
 #if defined(__CUDACC__)
   return __syncthreads_and(ok);
 #endif

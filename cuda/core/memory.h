@@ -2,6 +2,7 @@
 //
 // What moves: payload goes through slots and lines that other blocks, devices or processes write. Who may read it is
 // said by flags. The rules:
+//   - Each of these is written for a site (sites.h), so that it can be dropped: publish<Site::X>(flag, v).
 //   - publish(flag, v): everything that this thread wrote, or that its block wrote before the last barrier, is visible
 //     to whoever consumes v. consume(flag): what was published before v may be read from here on, by this thread and,
 //     after a barrier, by its block. Both are `.sys`: between processes and devices nothing narrower is allowed.
@@ -14,21 +15,29 @@
 
 namespace ossicle {
 
-OSSICLE_DEVICE void publish(uint64_t* flag, uint64_t value) {
+template <Site SITE> OSSICLE_DEVICE void publish(uint64_t* flag, uint64_t value) {
 #if defined(__CUDACC__)
+  if (dropped(SITE)) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+    return;
+  }
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 #else
-  __atomic_store_n(flag, value, __ATOMIC_RELEASE);
+  __atomic_store_n(flag, value, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
 #endif
 }
 
-OSSICLE_DEVICE uint64_t consume(const uint64_t* flag) {
+template <Site SITE> OSSICLE_DEVICE uint64_t consume(const uint64_t* flag) {
 #if defined(__CUDACC__)
   uint64_t value;
+  if (dropped(SITE)) {
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+  }
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
   return value;
 #else
-  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+  return __atomic_load_n(flag, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
 #endif
 }
 
@@ -64,7 +73,8 @@ OSSICLE_DEVICE void store_line(Line* line, const Line& value) {
 }
 
 // What this thread wrote so far is visible before any line that it stores from here on.
-OSSICLE_DEVICE void order_before_lines() {
+template <Site SITE> OSSICLE_DEVICE void order_before_lines() {
+  if (dropped(SITE)) return;
 #if defined(__CUDACC__)
   __threadfence_system();
 #else
@@ -73,13 +83,17 @@ OSSICLE_DEVICE void order_before_lines() {
 }
 
 // Counts a block of this launch; returns how many came before.
-OSSICLE_DEVICE uint32_t arrive(uint32_t* counter) {
+template <Site SITE> OSSICLE_DEVICE uint32_t arrive(uint32_t* counter) {
 #if defined(__CUDACC__)
   uint32_t before;
+  if (dropped(SITE)) {
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+  }
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 #else
-  return __atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL);
+  return __atomic_fetch_add(counter, 1, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
 #endif
 }
 
@@ -96,12 +110,12 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
 // epoch if the launch used lines, and tells the host that nothing of this launch touches memory any more. Every block
 // has read both counters before it arrives.
 OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines) {
-  barrier(block);
-  if (block.thread == 0 && arrive(&state->arrivals) + 1 == block.blocks) {
+  barrier<Site::LEAVE_DONE>(block);
+  if (block.thread == 0 && arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 == block.blocks) {
     state->arrivals = 0;
     state->ordinal += 1;
     if (used_lines) state->ll_epoch += 1;
-    publish(&control->left, state->ordinal);
+    publish<Site::LEAVE_LEFT>(&control->left, state->ordinal);
   }
 }
 

@@ -4,7 +4,7 @@
 // peer, channel, step) and asks `again()` after every poll that failed; false means: stop, give up the operation.
 //
 //   Wait wait(control, state, peer, channel, step);
-//   while (consume(flag) < wanted) if (!wait.again()) return false;
+//   while (consume<Site::X>(flag) < wanted) if (!wait.again()) return false;
 //
 // The stop word lies in host memory, where a load costs the GPU about 1.1 us: it is read every POLLS_A_CHECK polls,
 // and so is the clock. A wait that passes the clock bound writes one fault record an operation, so that a hang has a
@@ -85,7 +85,7 @@ struct Wait {
     fault.channel = channel;
     fault.step = step;
     fault.vendor = 0;
-    publish(&fault.sequence, ordinal + 1);
+    publish<Site::FAULT_SEQUENCE>(&fault.sequence, ordinal + 1);
   }
 
   // A host wait pauses at most 64 times before it first yields (more spoils every other rank as soon as threads

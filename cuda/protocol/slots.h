@@ -37,7 +37,7 @@ struct SlotRing {
   // Sender: waits until the next slot is free. One thread.
   OSSICLE_DEVICE bool wait_free(const ProgramWork& work, uint32_t channel, uint32_t step) const {
     Wait wait = Wait::for_peer(work.control, work.state, peer, channel, step);
-    while (consume(head) + count <= position) {
+    while (consume<Site::SLOT_FREE>(head) + count <= position) {
       if (!wait.again()) return false;
     }
     return true;
@@ -46,7 +46,7 @@ struct SlotRing {
   // Receiver: waits until the next slot is filled. One thread.
   OSSICLE_DEVICE bool wait_filled(const ProgramWork& work, uint32_t channel, uint32_t step) const {
     Wait wait = Wait::for_peer(work.control, work.state, peer, channel, step);
-    while (consume(tail) <= position) {
+    while (consume<Site::SLOT_FILLED>(tail) <= position) {
       if (!wait.again()) return false;
     }
     return true;

@@ -1,0 +1,37 @@
+// Every place that orders memory or threads, by name, so that each can be dropped and must be missed.
+//
+// A publish, consume, barrier, fence or arrival is written for a site: publish<Site::PROGRAM_TAIL>(flag, value). A build
+// with OSSICLE_DROP_SITE set to a site's number weakens that one: publish and consume become relaxed, a barrier does
+// not wait, a fence does nothing. Kernels as they ship are built without it. One name a line: ci/mutate reads this list
+// and fails if any site can be dropped unnoticed. Two uses that matter separately are two sites.
+#pragma once
+#include <stdint.h>
+#include "attributes.h"
+
+namespace ossicle {
+
+enum class Site : uint32_t {
+  PROGRAM_READY,      // barrier_and: the block moves a chunk after thread 0 saw the slots
+  PROGRAM_MOVED,      // barrier: thread 0 publishes after the block moved the chunk
+  PROGRAM_POSITIONS,  // barrier: the next step reads the positions that thread 0 advanced
+  PROGRAM_HEAD,       // publish: a slot was drained
+  PROGRAM_TAIL,       // publish: a slot was filled
+  SLOT_FREE,          // consume: the sender sees a drained slot
+  SLOT_FILLED,        // consume: the receiver sees a filled slot
+  CLEAR_DONE,         // barrier: the block cleared its lines of the coming epoch
+  CLEAR_FIRST,        // fence: cleared before any line of the running epoch is sent
+  LEAVE_DONE,         // barrier: every thread of the block is done
+  LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
+  LEAVE_LEFT,         // publish: the launch touches memory no more
+  FAULT_SEQUENCE,     // publish: a fault record is complete
+};
+
+OSSICLE_DEVICE constexpr bool dropped(Site site) {
+#if defined(OSSICLE_DROP_SITE)
+  return static_cast<uint32_t>(site) == OSSICLE_DROP_SITE;
+#else
+  return static_cast<void>(site), false;
+#endif
+}
+
+}  // namespace ossicle
