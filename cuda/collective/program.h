@@ -161,7 +161,8 @@ OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
     }
     at += chunk * cuts;
   }
-  leave(block, work.state, work.control, false);
+  // Whether the last step went through or stopped, it ended in a barrier.
+  leave_together(block, work.state, work.control, false);
 }
 
 }  // namespace ossicle

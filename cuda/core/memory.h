@@ -106,17 +106,23 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
 #endif
 }
 
-// The end of a block's part in a launch, on every path. The last block advances the operation's number, and the line
-// epoch if the launch used lines, and tells the host that nothing of this launch touches memory any more. Every block
-// has read both counters before it arrives.
-OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines) {
-  barrier<Site::LEAVE_DONE>(block);
+// The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
+// touched memory. The last block advances the operation's number, and the line epoch if the launch used lines, and tells
+// the host that nothing of this launch touches memory any more. Every block has read both counters before it arrives.
+OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* control, bool used_lines) {
   if (block.thread == 0 && arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 == block.blocks) {
     state->arrivals = 0;
     state->ordinal += 1;
     if (used_lines) state->ll_epoch += 1;
     publish<Site::LEAVE_LEFT>(&control->left, state->ordinal);
   }
+}
+
+// The same for a block whose threads come one by one.
+template <Site SITE>
+OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines) {
+  barrier<SITE>(block);
+  leave_together(block, state, control, used_lines);
 }
 
 }  // namespace ossicle

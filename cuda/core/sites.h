@@ -20,13 +20,13 @@ enum class Site : uint32_t {
   SLOT_FILLED,        // consume: the receiver sees a filled slot
   CLEAR_DONE,         // barrier: the block cleared its lines of the coming epoch
   CLEAR_FIRST,        // fence: cleared before any line of the running epoch is sent
-  LEAVE_DONE,         // barrier: every thread of the block is done
+  ONE_SHOT_DONE,      // barrier: every thread of the block is done
   LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
   LEAVE_LEFT,         // publish: the launch touches memory no more
   FAULT_SEQUENCE,     // publish: a fault record is complete
 };
 
-OSSICLE_DEVICE constexpr bool dropped(Site site) {
+OSSICLE_DEVICE bool dropped(Site site) {
 #if defined(OSSICLE_DROP_SITE)
   return static_cast<uint32_t>(site) == OSSICLE_DROP_SITE;
 #else
