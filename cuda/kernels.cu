@@ -2,11 +2,14 @@
 // host C++ compiler the host device's kernels; src/device/mod.rs (Kernel) names the same set.
 #include "collective/one_shot.h"
 #include "collective/program.h"
+#include "collective/two_shot.h"
 
 #define OSSICLE_PROGRAM(type, name, Op, op) \
   OSSICLE_KERNEL(program_##name##_##op, ossicle::ProgramWork, (ossicle::program<type, ossicle::Op>))
 #define OSSICLE_ONE_SHOT(type, name, Op, op) \
   OSSICLE_KERNEL(one_shot_##name##_##op, ossicle::OneShotWork, (ossicle::one_shot<type, ossicle::Op>))
+#define OSSICLE_TWO_SHOT(type, name, Op, op) \
+  OSSICLE_KERNEL(two_shot_##name##_##op, ossicle::TwoShotWork, (ossicle::two_shot<type, ossicle::Op>))
 
 #define OSSICLE_OPS(EACH, type, name) \
   EACH(type, name, Sum, sum)          \
@@ -22,12 +25,15 @@
 
 OSSICLE_TYPES(OSSICLE_PROGRAM)
 OSSICLE_TYPES(OSSICLE_ONE_SHOT)
+OSSICLE_TYPES(OSSICLE_TWO_SHOT)
 
 #if !defined(__CUDACC__)
 // The host device finds kernels by position, in the order of Kernel::all.
 #define OSSICLE_PROGRAM_ENTRY(type, name, Op, op) reinterpret_cast<HostKernel>(ossicle_program_##name##_##op),
 #define OSSICLE_ONE_SHOT_ENTRY(type, name, Op, op) reinterpret_cast<HostKernel>(ossicle_one_shot_##name##_##op),
+#define OSSICLE_TWO_SHOT_ENTRY(type, name, Op, op) reinterpret_cast<HostKernel>(ossicle_two_shot_##name##_##op),
 using HostKernel = void (*)(const void*, uint32_t, uint32_t);
 extern "C" const HostKernel ossicle_host_kernels[];
-const HostKernel ossicle_host_kernels[] = {OSSICLE_TYPES(OSSICLE_PROGRAM_ENTRY) OSSICLE_TYPES(OSSICLE_ONE_SHOT_ENTRY)};
+const HostKernel ossicle_host_kernels[] = {OSSICLE_TYPES(OSSICLE_PROGRAM_ENTRY) OSSICLE_TYPES(OSSICLE_ONE_SHOT_ENTRY)
+                                           OSSICLE_TYPES(OSSICLE_TWO_SHOT_ENTRY)};
 #endif

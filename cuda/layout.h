@@ -7,7 +7,7 @@
 namespace ossicle {
 
 constexpr uint32_t MAX_RANKS = 16;
-constexpr uint32_t MAX_CHANNELS = 16;
+constexpr uint32_t MAX_CHANNELS = 128;
 constexpr uint32_t MAX_LINKS = 16;
 constexpr uint32_t MAX_STEPS = 32;
 
@@ -51,6 +51,7 @@ struct State {
   uint32_t pad;
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
+  uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far
 };
 
 // One direction of a link to one peer, channel 0; a channel's slots and flags lie `slot_bytes * slots` and FLAG_STRIDE
@@ -123,10 +124,28 @@ struct OneShotWork {
   Line* area[MAX_RANKS];
 };
 
+// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank:
+// slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block], both of most_blocks blocks.
+struct TwoShotWork {
+  const void* input;
+  void* output;
+  uint64_t count;  // elements
+  State* state;
+  Control* control;
+  uint64_t slot_bytes;
+  uint32_t rank;
+  uint32_t ranks;
+  uint32_t most_blocks;
+  uint32_t pad;
+  uint8_t* slots[MAX_RANKS];
+  uint64_t* counters[MAX_RANKS];
+};
+
 static_assert(sizeof(FaultRecord) == 48 && sizeof(Control) == 128 && offsetof(Control, fault) == 24, "Control");
-static_assert(sizeof(State) == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8, "State");
+static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
 static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 56 + MAX_RANKS * 8, "OneShotWork");
+static_assert(sizeof(TwoShotWork) == 64 + 2 * MAX_RANKS * 8, "TwoShotWork");
 
 }  // namespace ossicle

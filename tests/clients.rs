@@ -125,7 +125,7 @@ fn the_log_says_who_answers_which_path_and_which_plan() {
         "Init COMPLETE",
         "via P2P: all ranks are in one process",
         "-> OneShot (LL), 1 blocks of",
-        "-> Ring (Simple), 1 blocks of",
+        "-> TwoShot (Simple), 1 blocks of",
         "NCCL_SHM_DISABLE is \"no\", which is not an integer: the default is used",
     ] {
         assert!(text.contains(line), "no line has {line:?} in\n{text}");
@@ -165,7 +165,7 @@ fn bad_settings_are_refused_by_name() {
     for (settings, sentences) in [
         (
             &[("NCCL_ALGO", "rings")][..],
-            &["NCCL_ALGO is \"rings\"", "OneShot, Ring"][..],
+            &["NCCL_ALGO is \"rings\"", "OneShot, TwoShot, Ring"][..],
         ),
         (&[("NCCL_ALGO", "Tree")], &["NCCL_ALGO \"Tree\"", "Ring with Simple"]),
         (&[("NCCL_PROTO", "LL256")], &["NCCL_PROTO is \"LL256\"", "LL, Simple"]),

@@ -69,11 +69,13 @@ fn main() {
     };
     std::env::set_var("OSSICLE_DEVICE", "host");
     check(
-        "one-shot and ring",
+        "one-shot and two-shot",
         reduce(&[1, 100, 1000, 5000, 65536, 1, 200_000, 3]) == 0,
     );
     std::env::set_var("NCCL_ALGO", "Ring");
     check("ring alone", reduce(&[1, 10, 1000, 20_000]) == 0);
+    std::env::set_var("NCCL_ALGO", "TwoShot");
+    check("two-shot alone", reduce(&[1, 10, 1000, 20_000]) == 0);
     std::env::set_var("NCCL_ALGO", "OneShot");
     check("one-shot alone", reduce(&[1, 10, 1000, 16_000]) == 0);
     if cfg!(feature = "host-only") {

@@ -6,18 +6,9 @@
 #pragma once
 #include "../core/element.h"
 #include "../protocol/slots.h"
+#include "pack.h"
 
 namespace ossicle {
-
-// Chunk borders fall on multiples of this many bytes, so that slots and aligned buffers are moved in packs.
-constexpr uint64_t PACK_BYTES = 16;
-
-OSSICLE_DEVICE uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
-OSSICLE_DEVICE uint64_t min_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
-template <typename T> struct alignas(16) Pack {
-  T element[PACK_BYTES / sizeof(T)];
-};
 
 template <typename T, typename Op, bool RECV, bool LOAD>
 OSSICLE_DEVICE T combine(T received, T own, const Op& op, bool finish) {

@@ -106,16 +106,30 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
 #endif
 }
 
+// A count that only the CPU reads, to give memory back later. A GPU does not fence for it: a release to host memory holds
+// up the end of a kernel by about 1 us, and the driver call that takes memory away comes later than any store that is
+// still under way.
+template <Site SITE> OSSICLE_DEVICE void tell_host(uint64_t* count, uint64_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(count), "l"(value) : "memory");
+#else
+  publish<SITE>(count, value);
+#endif
+}
+
 // The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
 // touched memory. The last block advances the operation's number, and the line epoch if the launch used lines, and tells
 // the host that nothing of this launch touches memory any more. Every block has read both counters before it arrives.
 OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* control, bool used_lines) {
-  if (block.thread == 0 && arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 == block.blocks) {
+  if (block.thread != 0) return;
+  if (block.blocks > 1) {
+    if (arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 < block.blocks) return;
     state->arrivals = 0;
-    state->ordinal += 1;
-    if (used_lines) state->ll_epoch += 1;
-    publish<Site::LEAVE_LEFT>(&control->left, state->ordinal);
   }
+  const uint64_t left = state->ordinal + 1;
+  state->ordinal = left;
+  if (used_lines) state->ll_epoch += 1;
+  tell_host<Site::LEAVE_LEFT>(&control->left, left);
 }
 
 // The same for a block whose threads come one by one.

@@ -21,6 +21,12 @@ enum class Site : uint32_t {
   CLEAR_DONE,         // barrier: the block cleared its lines of the coming epoch
   CLEAR_FIRST,        // fence: cleared before any line of the running epoch is sent
   ONE_SHOT_DONE,      // barrier: every thread of the block is done
+  TWO_SHOT_READY,     // barrier_and: the block moves chunks after its threads saw the counters
+  TWO_SHOT_MOVED,     // barrier: threads tell peers after the block moved its chunks
+  TWO_SHOT_SCATTER,   // publish: a chunk lies in a peer's staging
+  TWO_SHOT_REDUCE,    // publish: a result lies in a peer's staging
+  TWO_SHOT_SCATTERED, // consume: a peer's chunk is there
+  TWO_SHOT_REDUCED,   // consume: a peer's result is there
   LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
   LEAVE_LEFT,         // publish: the launch touches memory no more
   FAULT_SEQUENCE,     // publish: a fault record is complete

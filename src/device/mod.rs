@@ -61,6 +61,8 @@ pub enum KernelFamily {
     Program,
     /// Every rank sends all of its data to every other as LL lines (`cuda/collective/one_shot.h`).
     OneShot,
+    /// Every rank reduces one part and gives the result to all (`cuda/collective/two_shot.h`).
+    TwoShot,
 }
 
 impl Kernel {
@@ -74,7 +76,7 @@ impl Kernel {
         DataType::Float64,
     ];
     pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
-    pub const FAMILIES: [KernelFamily; 2] = [KernelFamily::Program, KernelFamily::OneShot];
+    pub const FAMILIES: [KernelFamily; 3] = [KernelFamily::Program, KernelFamily::OneShot, KernelFamily::TwoShot];
     pub const COUNT: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
 
     /// Every kernel there is, in the order of `index`.
@@ -99,6 +101,7 @@ impl Kernel {
         let family = match self.family {
             KernelFamily::Program => "program",
             KernelFamily::OneShot => "one_shot",
+            KernelFamily::TwoShot => "two_shot",
         };
         format!("ossicle_{family}_{}_{}", self.datatype.name(), self.op.name())
     }

@@ -1,7 +1,9 @@
 //! Making an engine: what ranks tell each other, the checks on it, inboxes, links, templates.
 
 use super::clique::Clique;
-use super::layout::{Control, Link, OneShotWork, ProgramWork, State, Step, MAX_LINKS, MAX_RANKS, MAX_STEPS};
+use super::layout::{
+    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
+};
 use super::settings::{self, Settings};
 use super::{Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
@@ -11,7 +13,7 @@ use crate::error::{Code, Error, Result};
 use crate::info;
 use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
-use crate::transport::{self, Geometry, Inbox, Path, PeerInbox, Reach};
+use crate::transport::{self, Geometry, Inbox, Path, PeerInbox, Reach, TwoShotGeometry};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::ptr::null_mut;
@@ -218,6 +220,26 @@ pub(super) fn assemble(
             area,
         })
     });
+    let two_shot = (profile.ranks > 1).then(|| {
+        let (mut slots, mut counters) = ([null_mut(); MAX_RANKS], [null_mut(); MAX_RANKS]);
+        for (peer, inbox) in inboxes.iter().enumerate() {
+            (slots[peer], counters[peer]) = (inbox.two_shot_slots(), inbox.two_shot_counters());
+        }
+        Box::new(TwoShotWork {
+            input: null_mut(),
+            output: null_mut(),
+            count: 0,
+            state: state_address,
+            control: control_address,
+            slot_bytes: profile.two_shot_slot_bytes,
+            rank,
+            ranks: profile.ranks,
+            most_blocks: profile.two_shot_blocks,
+            pad: 0,
+            slots,
+            counters,
+        })
+    });
     Ok(Engine {
         rank,
         places,
@@ -228,6 +250,7 @@ pub(super) fn assemble(
         profile,
         program,
         one_shot,
+        two_shot,
         memory: Arc::new(KernelMemory {
             control,
             _state: state,
@@ -253,6 +276,10 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
             .map(|program| program.sends.len().max(program.recvs.len()))
             .max()
             .unwrap_or(0),
+        two_shot: TwoShotGeometry {
+            blocks: profile.two_shot_blocks as usize,
+            slot_bytes: profile.two_shot_slot_bytes as usize,
+        },
     }
 }
 

@@ -4,7 +4,7 @@ use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 pub const MAX_RANKS: usize = 16;
-pub const MAX_CHANNELS: usize = 16;
+pub const MAX_CHANNELS: usize = 128;
 pub const MAX_LINKS: usize = 16;
 pub const MAX_STEPS: usize = 32;
 /// Flags of different channels lie this many words apart.
@@ -45,6 +45,7 @@ pub struct State {
     pub pad: u32,
     pub sent: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub received: [[u64; MAX_CHANNELS]; MAX_LINKS],
+    pub rounds: [u64; MAX_CHANNELS],
 }
 
 /// One direction of a link to one peer, channel 0.
@@ -103,6 +104,23 @@ pub struct OneShotWork {
     pub area: [*mut u8; MAX_RANKS],
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct TwoShotWork {
+    pub input: *const u8,
+    pub output: *mut u8,
+    pub count: u64,
+    pub state: *mut State,
+    pub control: *mut Control,
+    pub slot_bytes: u64,
+    pub rank: u32,
+    pub ranks: u32,
+    pub most_blocks: u32,
+    pub pad: u32,
+    pub slots: [*mut u8; MAX_RANKS],
+    pub counters: [*mut u64; MAX_RANKS],
+}
+
 // SAFETY: addresses for kernels, plain data to the CPU.
 unsafe impl Send for ProgramWork {}
 // SAFETY: as above.
@@ -111,15 +129,20 @@ unsafe impl Sync for ProgramWork {}
 unsafe impl Send for OneShotWork {}
 // SAFETY: as above.
 unsafe impl Sync for OneShotWork {}
+// SAFETY: as above.
+unsafe impl Send for TwoShotWork {}
+// SAFETY: as above.
+unsafe impl Sync for TwoShotWork {}
 
 const _: () = {
     assert!(size_of::<FaultRecord>() == 48);
     assert!(size_of::<Control>() == 128 && offset_of!(Control, fault) == 24);
-    assert!(size_of::<State>() == 32 + 2 * MAX_LINKS * MAX_CHANNELS * 8);
+    assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
     assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
     assert!(size_of::<OneShotWork>() == 56 + MAX_RANKS * 8);
+    assert!(size_of::<TwoShotWork>() == 64 + 2 * MAX_RANKS * 8);
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
-pub const FINGERPRINT: u64 = 1 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;
+pub const FINGERPRINT: u64 = 2 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

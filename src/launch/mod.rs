@@ -22,7 +22,7 @@ use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
 use connect::{Programs, Steps};
-use layout::{Control, OneShotWork, ProgramWork};
+use layout::{Control, OneShotWork, ProgramWork, TwoShotWork};
 use order::StreamOrder;
 use parking_lot::Mutex;
 use std::ffi::c_void;
@@ -52,6 +52,7 @@ pub struct Engine {
     program: Box<ProgramWork>,
     programs: Programs,
     one_shot: Option<Box<OneShotWork>>,
+    two_shot: Option<Box<TwoShotWork>>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
     order: Mutex<StreamOrder>,
@@ -81,6 +82,7 @@ pub struct Work {
 enum Arguments {
     Program(ProgramWork),
     OneShot(OneShotWork),
+    TwoShot(TwoShotWork),
 }
 
 // SAFETY: the stream handle and the addresses are values for the device, not read by the CPU.
@@ -91,6 +93,7 @@ impl Work {
         let (address, bytes) = match &self.arguments {
             Arguments::Program(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<ProgramWork>()),
             Arguments::OneShot(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<OneShotWork>()),
+            Arguments::TwoShot(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<TwoShotWork>()),
         };
         // SAFETY: the struct is plain data of that size without padding (its pads are fields), and lives with self.
         unsafe { std::slice::from_raw_parts(address, bytes) }
@@ -150,8 +153,17 @@ impl Engine {
         }
         let choice = plan::choose(&self.profile, call)?;
         let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
-        Ok(match (choice.algorithm, &self.one_shot) {
-            (Algorithm::OneShot, Some(template)) => {
+        Ok(match (choice.algorithm, &self.one_shot, &self.two_shot) {
+            (Algorithm::TwoShot, _, Some(template)) => {
+                let work = TwoShotWork {
+                    input,
+                    output,
+                    count,
+                    ..**template
+                };
+                (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
+            }
+            (Algorithm::OneShot, Some(template), _) => {
                 let work = OneShotWork {
                     input,
                     output,

@@ -5,15 +5,18 @@ use crate::environment::{choice, integer, number, switch, text};
 use crate::error::{Error, Result};
 use crate::info;
 use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
-use crate::plan::{Algorithm, Profile};
+use crate::plan::{Algorithm, Profile, LINE_PAYLOAD_BYTES};
 use crate::sys::verbs;
 use serde::{Deserialize, Serialize};
 
-/// Lines of one region of the one-shot area: 256 KiB of payload.
-const ONE_SHOT_LINES: u32 = 32768;
+/// Lines of one region of the one-shot area at least, for when nothing else is allowed: 256 KiB of payload.
+const LEAST_LINES: u32 = 32768;
 
 /// Names of `NCCL_ALGO` that NCCL knows and this version has no kernels for.
 const UNBUILT_ALGORITHMS: [&str; 6] = ["Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"];
+
+/// Blocks of a rank that has a GPU for itself, so that most of the GPU is left to what is computed meanwhile.
+const BLOCKS_OF_A_LONE_RANK: u32 = 64;
 
 /// Streaming multiprocessors that all ranks of a GPU together leave free.
 const SPARE_MULTIPROCESSORS: u32 = 16;
@@ -94,7 +97,8 @@ impl Settings {
     pub(super) fn profile(&self, ranks: u32, sharing: u32) -> Profile {
         // All blocks of all ranks of a GPU must be able to run at once, since they wait for each other.
         let budget = match self.cuda {
-            true => self.multiprocessors.saturating_sub(SPARE_MULTIPROCESSORS) / sharing.max(1),
+            true if sharing <= 1 => BLOCKS_OF_A_LONE_RANK,
+            true => self.multiprocessors.saturating_sub(SPARE_MULTIPROCESSORS) / sharing,
             false => 1,
         };
         let limit = if self.cuda {
@@ -104,17 +108,21 @@ impl Settings {
         };
         let least = self.least_channels.unwrap_or(1).min(limit);
         let most = self.most_channels.unwrap_or(budget.max(least)).clamp(1, limit);
+        let one_shot_bytes = one_shot_bytes(self.cuda, ranks);
         Profile {
             ranks,
             allowed: self.allowed.clone(),
             channels: most,
             // Channels that were asked for are used from the first byte on.
             channel_bytes: if least > 1 { 1 } else { 65536 },
-            slot_bytes: 131072,
+            slot_bytes: if self.cuda { 32768 } else { 131072 },
             slots: 4,
-            lines: if ranks > 1 { ONE_SHOT_LINES } else { 0 },
-            one_shot_bytes: one_shot_bytes(self.cuda, ranks),
+            lines: one_shot_lines(one_shot_bytes, ranks),
+            one_shot_bytes,
             one_shot_blocks: most,
+            two_shot_blocks: most,
+            two_shot_block_bytes: if least > 1 { 1 } else { 16384 },
+            two_shot_slot_bytes: two_shot_slot_bytes(ranks),
             threads: 512,
         }
     }
@@ -124,11 +132,29 @@ impl Settings {
 fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
     debug_assert!(ranks as usize <= MAX_RANKS);
     match (cuda, ranks) {
-        (true, 0..=8) => 262_144,
-        (true, _) => 131_072,
+        (true, 0..=2) => 1 << 20,
+        (true, 3..=4) => 1 << 18,
+        (true, 5..=8) => 1 << 17,
+        (true, _) => 1 << 15,
         (false, 0..=2) => 64,
         (false, 3..=4) => 256,
         (false, _) => 2048,
+    }
+}
+
+fn one_shot_lines(bytes: u64, ranks: u32) -> u32 {
+    match ranks {
+        1 => 0,
+        _ => LEAST_LINES.max((bytes / LINE_PAYLOAD_BYTES) as u32),
+    }
+}
+
+/// Slots of all ranks of one GPU should fit into its L2 cache; with more ranks each has slots for more sources.
+fn two_shot_slot_bytes(ranks: u32) -> u64 {
+    match ranks {
+        0..=2 => 65536,
+        3..=8 => 32768,
+        _ => 16384,
     }
 }
 
@@ -147,8 +173,8 @@ fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Vec<Algorithm>> {
         .collect();
     if left.is_empty() {
         return Err(Error::usage(format!(
-            "NCCL_ALGO \"{}\" with NCCL_PROTO \"{}\" leaves no all-reduce of this version: it has OneShot with LL and Ring \
-             with Simple",
+            "NCCL_ALGO \"{}\" with NCCL_PROTO \"{}\" leaves no all-reduce of this version: it has OneShot with LL, \
+             TwoShot and Ring with Simple",
             algo.unwrap_or_default(),
             proto.unwrap_or_default()
         )));
@@ -210,17 +236,17 @@ mod tests {
 
     #[test]
     fn algorithm_lists_follow_nccls_notation() {
-        use Algorithm::{OneShot, Ring};
+        use Algorithm::{OneShot, Ring, TwoShot};
         for (algo, proto, expected) in [
-            (None, None, vec![OneShot, Ring]),
-            (Some(""), Some(""), vec![OneShot, Ring]),
+            (None, None, vec![OneShot, TwoShot, Ring]),
+            (Some(""), Some(""), vec![OneShot, TwoShot, Ring]),
             (Some("ring"), None, vec![Ring]),
             (Some("Tree,Ring"), None, vec![Ring]),
-            (Some("^ring"), None, vec![OneShot]),
+            (Some("^ring"), None, vec![OneShot, TwoShot]),
             (Some("allreduce:oneshot;broadcast:ring"), None, vec![OneShot]),
             (Some("tree;allreduce:ring"), None, vec![Ring]),
-            (Some("broadcast:tree"), None, vec![OneShot, Ring]),
-            (None, Some("simple"), vec![Ring]),
+            (Some("broadcast:tree"), None, vec![OneShot, TwoShot, Ring]),
+            (None, Some("simple"), vec![TwoShot, Ring]),
             (None, Some("LL,LL128"), vec![OneShot]),
         ] {
             assert_eq!(allowed(algo, proto).unwrap(), expected, "{algo:?} {proto:?}");
@@ -228,7 +254,7 @@ mod tests {
         for (algo, proto, word) in [
             (Some("rings"), None, "\"rings\""),
             (Some("tree"), None, "OneShot with LL"),
-            (Some("ring"), Some("LL"), "Ring with Simple"),
+            (Some("ring"), Some("LL"), "TwoShot and Ring with Simple"),
             (None, Some("LL256"), "\"LL256\""),
         ] {
             let error = allowed(algo, proto).unwrap_err();

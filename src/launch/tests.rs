@@ -24,6 +24,9 @@ pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profil
         lines: 512,
         one_shot_bytes: 1 << 20,
         one_shot_blocks: channels,
+        two_shot_blocks: channels,
+        two_shot_block_bytes: 1,
+        two_shot_slot_bytes: 256,
         threads: 32,
     }
 }
@@ -161,7 +164,34 @@ fn one_shot_is_exact_for_every_type_operation_and_rank_count() {
     for ranks in [2, 3, 4, 7, 8, 16] {
         let channels = 1 + ranks % 3;
         let engines = cluster(&profile(ranks, Algorithm::OneShot, channels), Path::P2p);
-        check_all_types(&engines, Order::OneShot, &[1, 2, 3, 7, 8, 9, 63, 64, 500]);
+        check_all_types(&engines, Order::Ranks, &[1, 2, 3, 7, 8, 9, 63, 64, 500]);
+    }
+}
+
+#[test]
+fn two_shot_is_exact_for_every_type_operation_and_rank_count() {
+    for ranks in [2, 3, 4, 7, 8, 16] {
+        let channels = 1 + ranks % 3;
+        let engines = cluster(&profile(ranks, Algorithm::TwoShot, channels), Path::P2p);
+        check_all_types(&engines, Order::Ranks, &[1, 2, 5, 16, 17, 255, 1000, 5003]);
+    }
+}
+
+/// Counts of rounds and blocks that change from call to call, on the same staging.
+#[test]
+fn two_shot_keeps_its_staging_apart_over_many_operations() {
+    let mut engines_of = Patterns(11);
+    for ranks in [2, 3, 5] {
+        let blocks = 3;
+        let engines = cluster(
+            &Profile {
+                two_shot_block_bytes: 512,
+                ..profile(ranks, Algorithm::TwoShot, blocks)
+            },
+            Path::P2p,
+        );
+        let counts: Vec<usize> = (0..40).map(|_| 1 + engines_of.next() as usize % 3000).collect();
+        check::<i32>(&engines, Order::Ranks, u64::from(ranks), &counts);
     }
 }
 
@@ -309,7 +339,8 @@ fn ranks_need_not_agree_on_alignment() {
 #[test]
 fn shared_memory_links_give_the_same_bits() {
     for (algorithm, order) in [
-        (Algorithm::OneShot, Order::OneShot),
+        (Algorithm::OneShot, Order::Ranks),
+        (Algorithm::TwoShot, Order::Ranks),
         (
             Algorithm::Ring,
             Order::Ring {
@@ -332,7 +363,7 @@ fn line_flags_survive_their_wrap_and_never_match_what_an_old_epoch_left() {
             unsafe { (*engine.program.state).ll_epoch = epoch };
         }
         for _ in 0..8 {
-            check::<i32>(&engines, Order::OneShot, epoch, &[900, 3]);
+            check::<i32>(&engines, Order::Ranks, epoch, &[900, 3]);
         }
     }
 }
@@ -340,7 +371,7 @@ fn line_flags_survive_their_wrap_and_never_match_what_an_old_epoch_left() {
 #[test]
 fn lines_of_the_coming_epoch_are_cleared_once_a_period() {
     let engines = cluster(&profile(2, Algorithm::OneShot, 1), Path::P2p);
-    check::<i32>(&engines, Order::OneShot, 1, &[1000]);
+    check::<i32>(&engines, Order::Ranks, 1, &[1000]);
     let stale = |engine: &Engine| {
         let bytes = 2 * 2 * 512 * layout::LINE_BYTES;
         let area = engine.one_shot.as_ref().unwrap().area[engine.rank as usize];
@@ -355,7 +386,7 @@ fn lines_of_the_coming_epoch_are_cleared_once_a_period() {
         // SAFETY: no kernel runs; the state is host memory of this device.
         unsafe { (*engine.program.state).ll_epoch = (1 << 30) - 2 };
     }
-    check::<i32>(&engines, Order::OneShot, 2, &[1]);
+    check::<i32>(&engines, Order::Ranks, 2, &[1]);
     // Three operations of one element ran; two of them cleared, and only their lines are left.
     assert!(engines.iter().all(|engine| stale(engine) <= 2 * 2 * layout::LINE_BYTES));
 }

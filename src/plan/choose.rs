@@ -4,26 +4,39 @@ use super::{Algorithm, Call, Choice, Profile};
 use crate::error::{Error, Result};
 
 /// Elements of one line times its bytes: what one thread of the one-shot kernel moves at a time.
-const LINE_BYTES: u64 = 8;
+pub const LINE_PAYLOAD_BYTES: u64 = 8;
 
 /// The plan of an all-reduce. An error means that the environment allows no algorithm that fits.
 pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
     let bytes = call.bytes();
-    let fits_one_shot = profile.ranks > 1 && bytes.div_ceil(LINE_BYTES) <= u64::from(profile.lines);
+    let fits_one_shot = profile.ranks > 1 && bytes.div_ceil(LINE_PAYLOAD_BYTES) <= u64::from(profile.lines);
     let allows = |algorithm| profile.allowed.contains(&algorithm);
     if allows(Algorithm::OneShot) && fits_one_shot {
         if bytes <= profile.one_shot_bytes {
             return Ok(one_shot(profile, bytes, "small message: one hop"));
         }
-        if !allows(Algorithm::Ring) {
+        if !allows(Algorithm::Ring) && !allows(Algorithm::TwoShot) {
             return Ok(one_shot(profile, bytes, "forced by the environment"));
         }
+    }
+    if allows(Algorithm::TwoShot) && profile.ranks > 1 {
+        return Ok(Choice {
+            algorithm: Algorithm::TwoShot,
+            blocks: bytes
+                .div_ceil(profile.two_shot_block_bytes)
+                .clamp(1, u64::from(profile.two_shot_blocks)) as u32,
+            threads: profile.threads,
+            reason: match profile.allowed[..] {
+                [Algorithm::TwoShot] => "forced by the environment",
+                _ => "large message: two hops",
+            },
+        });
     }
     if !allows(Algorithm::Ring) && profile.ranks > 1 {
         return Err(Error::usage(format!(
             "NCCL_ALGO or NCCL_PROTO allows only OneShot (LL), which takes at most {} bytes; this all-reduce has {bytes}: \
-             allow Ring (Simple) too",
-            u64::from(profile.lines) * LINE_BYTES
+             allow TwoShot or Ring (Simple) too",
+            u64::from(profile.lines) * LINE_PAYLOAD_BYTES
         )));
     }
     let reason = match (profile.ranks, allows(Algorithm::OneShot)) {
@@ -60,7 +73,7 @@ fn channels(profile: &Profile, bytes: u64) -> u32 {
 }
 
 fn one_shot(profile: &Profile, bytes: u64, reason: &'static str) -> Choice {
-    let lines = bytes.div_ceil(LINE_BYTES);
+    let lines = bytes.div_ceil(LINE_PAYLOAD_BYTES);
     // A warp is the least that runs; a block gets one line a thread until there are no more blocks.
     let threads = (lines.next_multiple_of(32)).clamp(32, u64::from(profile.threads)) as u32;
     let blocks = lines
@@ -90,6 +103,9 @@ mod tests {
             lines: 8192,
             one_shot_bytes: 32768,
             one_shot_blocks: 8,
+            two_shot_blocks: 16,
+            two_shot_block_bytes: 16384,
+            two_shot_slot_bytes: 16384,
             threads: 512,
         }
     }
@@ -103,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn small_is_one_shot_and_large_is_ring() {
+    fn small_is_one_shot_and_large_is_two_shot() {
         let chosen = |count| {
             choose(&profile(), &call(count))
                 .map(|c| (c.algorithm, c.blocks, c.threads))
@@ -112,8 +128,8 @@ mod tests {
         assert_eq!(chosen(1), (Algorithm::OneShot, 1, 32));
         assert_eq!(chosen(1024), (Algorithm::OneShot, 1, 512));
         assert_eq!(chosen(8192), (Algorithm::OneShot, 8, 512));
-        assert_eq!(chosen(8193), (Algorithm::Ring, 1, 512));
-        assert_eq!(chosen(1 << 24), (Algorithm::Ring, 8, 512));
+        assert_eq!(chosen(8193), (Algorithm::TwoShot, 3, 512));
+        assert_eq!(chosen(1 << 24), (Algorithm::TwoShot, 16, 512));
     }
 
     #[test]

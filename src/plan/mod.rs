@@ -10,7 +10,7 @@ pub mod progress;
 mod ring;
 
 pub use choose::choose;
-pub use choose::choose_move;
+pub use choose::{choose_move, LINE_PAYLOAD_BYTES};
 pub use program::{Program, Step, StepFlags};
 pub use ring::{all_gather as ring_all_gather, all_reduce as ring_all_reduce, broadcast as ring_broadcast};
 
@@ -21,17 +21,20 @@ use serde::{Deserialize, Serialize};
 pub enum Algorithm {
     /// Everyone sends everything to everyone as lines, and reduces in rank order.
     OneShot,
+    /// Everyone reduces one part and gives the result to everyone, in rank order, through staging.
+    TwoShot,
     /// Reduce-scatter and all-gather around a ring, through slots.
     Ring,
 }
 
 impl Algorithm {
-    pub const ALL: [Algorithm; 2] = [Algorithm::OneShot, Algorithm::Ring];
+    pub const ALL: [Algorithm; 3] = [Algorithm::OneShot, Algorithm::TwoShot, Algorithm::Ring];
 
     /// The name in `NCCL_ALGO`.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::OneShot => "OneShot",
+            Algorithm::TwoShot => "TwoShot",
             Algorithm::Ring => "Ring",
         }
     }
@@ -40,7 +43,7 @@ impl Algorithm {
     pub fn protocol(self) -> &'static str {
         match self {
             Algorithm::OneShot => "LL",
-            Algorithm::Ring => "Simple",
+            Algorithm::TwoShot | Algorithm::Ring => "Simple",
         }
     }
 }
@@ -63,6 +66,10 @@ pub struct Profile {
     pub one_shot_bytes: u64,
     /// Blocks and threads of the one-shot kernel at most.
     pub one_shot_blocks: u32,
+    /// Blocks of the two-shot kernel at most; each is worth having from `two_shot_block_bytes` on.
+    pub two_shot_blocks: u32,
+    pub two_shot_block_bytes: u64,
+    pub two_shot_slot_bytes: u64,
     pub threads: u32,
 }
 

@@ -3,6 +3,7 @@
 //! ```text
 //! [ one-shot area: parity, source rank, lines ] [ slots: receive link, channel, slot ]
 //! [ tails: receive link, channel ] [ heads: send link, channel ]
+//! [ two-shot slots: phase, source, block, parity ] [ two-shot counters: phase, source, block ]
 //! ```
 //!
 //! All ranks have the same geometry, so a peer's addresses follow from its inbox's base.
@@ -31,6 +32,14 @@ pub struct Geometry {
     pub slot_bytes: usize,
     /// Receive links and send links of a rank, at most.
     pub links: usize,
+    pub two_shot: TwoShotGeometry,
+}
+
+/// The part of the inbox that the two-shot kernel uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TwoShotGeometry {
+    pub blocks: usize,
+    pub slot_bytes: usize,
 }
 
 impl Geometry {
@@ -46,8 +55,22 @@ impl Geometry {
         self.links * self.channels * FLAG_STRIDE * 8
     }
 
+    /// Of two-shot's phases, sources and blocks.
+    fn two_shot_places(&self) -> usize {
+        2 * (self.ranks - 1) * self.two_shot.blocks
+    }
+
+    fn two_shot_offset(&self) -> usize {
+        self.area_bytes() + self.links * self.link_bytes() + 2 * self.flags_bytes()
+    }
+
+    fn two_shot_slots_bytes(&self) -> usize {
+        self.two_shot_places() * 2 * self.two_shot.slot_bytes
+    }
+
     fn bytes(&self) -> usize {
-        let bytes = self.area_bytes() + self.links * self.link_bytes() + 2 * self.flags_bytes();
+        let counters = self.two_shot_places() * FLAG_STRIDE * 8;
+        let bytes = self.two_shot_offset() + self.two_shot_slots_bytes() + counters;
         // A rank alone has no peers that write, and an empty allocation is none.
         bytes.max(LINE_BYTES)
     }
@@ -91,6 +114,15 @@ impl PeerInbox {
     /// Channel 0's head of a send link of the owner.
     pub fn head(&self, send_link: usize) -> *mut u64 {
         self.flags(1, send_link)
+    }
+
+    pub fn two_shot_slots(&self) -> *mut u8 {
+        self.base().wrapping_add(self.geometry.two_shot_offset())
+    }
+
+    pub fn two_shot_counters(&self) -> *mut u64 {
+        let slots = self.geometry.two_shot_slots_bytes();
+        self.two_shot_slots().wrapping_add(slots).cast()
     }
 
     fn flags(&self, table: usize, link: usize) -> *mut u64 {

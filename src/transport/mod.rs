@@ -8,7 +8,7 @@
 mod inbox;
 mod shared;
 
-pub use inbox::{Geometry, Inbox, PeerInbox};
+pub use inbox::{Geometry, Inbox, PeerInbox, TwoShotGeometry};
 
 use crate::device::{Device, DeviceKind};
 use crate::error::{Error, Result};

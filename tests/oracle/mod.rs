@@ -1,7 +1,7 @@
 //! The exact oracle of all-reduce: what every byte of the result must be, computed apart from the kernels.
 //!
-//! Inputs are arbitrary bit patterns of a type. One-shot reduces in rank order in the wide type and rounds once; a ring
-//! reduces each chunk in ring order and rounds at every hop. Half-precision arithmetic comes from the crate `half`.
+//! Inputs are arbitrary bit patterns of a type. One-shot and two-shot reduce in rank order in the wide type and round
+//! once; a ring reduces each chunk in ring order and rounds at every hop. Half-precision arithmetic comes from the crate `half`.
 
 use half::{bf16, f16};
 use nccl::request::{DataType, ReduceOp};
@@ -9,12 +9,10 @@ use nccl::request::{DataType, ReduceOp};
 /// In which order, and with how many roundings, a reduction happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    OneShot,
+    /// In rank order, rounded once at the end: one-shot and two-shot.
+    Ranks,
     /// With the kernel's cut of the data: channels and bytes of a slot.
-    Ring {
-        channels: usize,
-        slot_bytes: usize,
-    },
+    Ring { channels: usize, slot_bytes: usize },
 }
 
 /// An element type with its arithmetic.
@@ -156,7 +154,7 @@ pub fn all_reduce<T: Element>(inputs: &[Vec<T>], op: ReduceOp, order: Order) -> 
     };
     (0..count)
         .map(|i| match order {
-            Order::OneShot => T::narrow(finish(
+            Order::Ranks => T::narrow(finish(
                 (1..ranks).fold(load(0, i), |sum, rank| reduce(sum, load(rank, i))),
             )),
             Order::Ring { channels, slot_bytes } => {
