@@ -5,19 +5,19 @@
 #
 # Runs what was built before (target/release). Goes on after a failure, prints one summary, and ends with status 1 if
 # anything failed, with 2 if nothing could be run. --quick takes fewer sizes, shapes and repeats, so that all stages fit
-# in some seven minutes; without it, give a stage or two at a time to a call that has a limit.
+# in some six minutes; without it, give a stage or two at a time to a call that has a limit.
 #
-#     stage      seconds, full / --quick; what
-#     own         15 /  10  ossicle perf, ranks as threads
-#     behaviour   60 /  60  what the library does besides adding right (behaviour.cu)
-#     types      200 /  60  nccl-tests all-reduce, every type and operation, ranks as threads
-#     moves       50 /  25  nccl-tests all-gather and broadcast, ranks as threads
-#     repeat     150 /  15  the same shapes again and again
-#     mps        200 /  90  unmodified nccl-tests, a process a rank under MPS, eager and in graphs; two GPUs where there are
-#     pytorch    120 / 100  PyTorch: import, collectives, graphs, DDP; under MPS and without
-#     killed     120 /  50  ranks that are killed at random points, and bad input, in processes without MPS (killed.cu)
-#     memcheck    60 /  40  compute-sanitizer over a short sweep, a process a rank
-#     race       480 / 110  against REFERENCE_NCCL, a process a rank under MPS; two GPUs where there are
+#     stage      seconds, full / --quick (estimates for one H200); what
+#     own         15 /   5  ossicle perf, ranks as threads
+#     behaviour   30 /  30  what the library does besides adding right (behaviour.cu)
+#     types      200 /  40  nccl-tests all-reduce, every type and operation, ranks as threads
+#     moves       50 /  15  nccl-tests all-gather and broadcast, ranks as threads
+#     repeat     150 /  10  the same shapes again and again
+#     mps        150 /  60  unmodified nccl-tests, a process a rank under MPS, eager and in graphs; two GPUs where there are
+#     pytorch    100 /  60  PyTorch: import, collectives, graphs, DDP; under MPS and without
+#     killed     120 /  35  ranks that are killed at random points, and bad input, in processes without MPS (killed.cu)
+#     memcheck    80 /  25  compute-sanitizer over a short sweep, a process a rank
+#     race       420 /  80  against REFERENCE_NCCL, a process a rank under MPS; two GPUs where there are
 #
 #     NCCL_TESTS_DIR      folder with all_reduce_perf, all_gather_perf and broadcast_perf, built with nccl-tests-patch/, or
 #                         with nccl-tests' sources to build so (then CUDA_HOME and NCCL_HOME as its Makefile wants them):

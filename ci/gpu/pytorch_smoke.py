@@ -21,14 +21,17 @@ import time
 from datetime import timedelta
 
 LAST_STEP = "destroy_again"
+SECOND_PORT = "SECOND_MASTER_PORT"
 
 
 def launch(ranks, limit_s):
     """Starts the ranks, passes their lines on, and counts the steps that all of them came through."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "0"}
+    # A port for each of the two process groups: a rank that is early must not meet the store of the first again.
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = {"MASTER_PORT": str(first.getsockname()[1]), SECOND_PORT: str(second.getsockname()[1])}
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0", **ports}
     command = [sys.executable, os.path.abspath(__file__), "--limit", str(limit_s)]
     processes, readers, lines = [], [], []
     for rank in range(ranks):
@@ -80,7 +83,8 @@ def verdict(processes, lines):
         failed += not good
     for rank, process in enumerate(processes):
         if process.poll() != 0:
-            print(f"failed rank {rank}: exit status {process.poll()}")
+            last = next((text for r, text in reversed(lines) if r == rank and text.strip()), "no output")
+            print(f"failed rank {rank}: exit status {process.poll()}; last line: {last[:200]}")
             failed += 1
     if not any(re.search(r"Ossicle [0-9]", text) for _, text in lines):
         print("failed marker: no line of NCCL_DEBUG=VERSION names Ossicle")
@@ -425,6 +429,7 @@ class Rank:
 
     def init_bound(self):
         """The second group of a process, made at once since its device is named."""
+        os.environ["MASTER_PORT"] = os.environ[SECOND_PORT]
         self.dist.init_process_group("nccl", timeout=timedelta(seconds=self.limit_s), device_id=self.device)
 
 

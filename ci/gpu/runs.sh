@@ -161,7 +161,7 @@ best_times() {
 # Bytes, us Ossicle, us reference, ratio: the best of the rounds of a race. Argument: its name.
 race_rows() {
   join <(best_times "$out/race-$1-ossicle-"*.log) <(best_times "$out/race-$1-reference-"*.log) | sort -n \
-    | awk '$3 > 0 { printf "%12d  %10.2f  %10.2f  %6.2f\n", $1, $2, $3, $2 / $3 }'
+    | awk '$3 > 0 { printf "%12d  %10.2f  %10.2f  %7.3f\n", $1, $2, $3, $2 / $3 }'
 }
 
 race_table() {
@@ -176,7 +176,7 @@ race_floor() {
     bytes == "every" || $1 == bytes { n++; if ($4 > worst) { worst = $4; at = $1 } }
     END {
       if (!n) print "no figure at " bytes " bytes of both libraries"
-      else if (worst > most) printf "ratio %.2f at %d bytes, at most %.2f is wanted\n", worst, at, most
+      else if (worst > most) printf "ratio %.3f at %d bytes, at most %.2f is wanted\n", worst, at, most
     }')
   printf '%s race %s at %s bytes: ratio at most %s%s\n' "$([ -z "$verdict" ] && echo PASS || echo FAIL)" "$name" "$bytes" "$most" \
     "${verdict:+: $verdict}" >>"$out/floors.txt"
