@@ -15,12 +15,16 @@ mod own_stream;
 mod peers;
 mod pointers;
 mod pool;
+mod sharing;
+#[cfg(test)]
+mod sharing_tests;
 mod streams;
 #[cfg(test)]
 mod tests;
 mod user_memory;
+mod virtual_memory;
 
-use super::{Device, DeviceKind, Launch, Mark, Memory, Placement, StreamKey};
+use super::{Device, DeviceKind, Export, Launch, Mapping, Mark, Memory, Placement, Sharing, StreamKey, Ticket};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failure, Unusable};
 use crate::{info, warning};
@@ -31,6 +35,7 @@ use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
 use std::any::Any;
 use std::ffi::{c_char, c_int, c_void, CStr};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// GPUs that one process can use.
@@ -186,7 +191,8 @@ struct CudaDevice {
     known_ranges: pointers::KnownRanges,
     known_streams: streams::KnownStreams,
     events: streams::Events,
-    user_memory: user_memory::UserMemory,
+    /// None where the interface is not there, or switched off.
+    virtual_memory: Option<virtual_memory::VirtualMemory>,
 }
 
 impl CudaDevice {
@@ -243,7 +249,7 @@ impl CudaDevice {
             known_ranges: pointers::KnownRanges::default(),
             known_streams: streams::KnownStreams::default(),
             events: streams::Events::default(),
-            user_memory: user_memory::UserMemory::of_device(driver, ordinal, device_count(driver)?)?,
+            virtual_memory: virtual_memory::VirtualMemory::of_device(driver, ordinal, device_count(driver)?)?,
         };
         // The driver's own kernel for zeroing is loaded like any other at its first use: now, while none spins.
         let warm_up = device.block(1, Placement::Device)?;
@@ -382,6 +388,18 @@ impl Device for CudaDevice {
 
     fn open_peer(&self, uuid: [u8; 16]) -> Result<()> {
         self.enable_peer(uuid)
+    }
+
+    fn sharing(&self) -> Vec<Sharing> {
+        self.ways_to_share()
+    }
+
+    fn export(self: Arc<Self>, bytes: usize, sharing: Sharing) -> Result<Export> {
+        self.export_memory(bytes, sharing)
+    }
+
+    fn import(self: Arc<Self>, ticket: &Ticket, fd: OwnedFd) -> Result<Box<dyn Mapping>> {
+        self.import_memory(ticket, fd)
     }
 
     fn multiprocessors(&self) -> u32 {
