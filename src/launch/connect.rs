@@ -11,7 +11,7 @@ use crate::error::{Code, Error, Result};
 use crate::info;
 use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
-use crate::transport::{self, Geometry, Inbox, Path, PeerInbox, Reach};
+use crate::transport::{self, Geometry, Limit, PeerInbox, Reach};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::ptr::null_mut;
@@ -124,53 +124,38 @@ impl Engine {
         let sharing = check(&ranks)?;
         let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
-        let (path, reason) = transport::choose(&reach)?;
-        info!(
-            Init,
-            "rank {rank}: links to {} peers via {}: {reason}; {profile:?}",
-            ranks.len() - 1,
-            path.name()
-        );
-        if path == Path::P2p {
-            let others = reach
-                .iter()
-                .map(|peer| peer.device)
-                .filter(|peer| *peer != reach[rank as usize].device);
-            others.into_iter().try_for_each(|peer| device.open_peer(peer))?;
-        }
         let programs: Vec<Program> = (0..profile.ranks)
             .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
             .collect();
-        let geometry = geometry(&profile, &programs);
-        let inbox = Inbox::create(&device, path, geometry);
-        let names = session.all_gather(
-            inbox.as_ref().map_err(Error::clone).and_then(Inbox::name),
-            timeout,
+        let limit = Limit {
+            // Shorter than a gather's, so that a rank that waits in vain can still say so in the gather that follows.
+            timeout: timeout / 2,
             cancel,
-        )?;
-        let inbox = inbox?;
-        let open = |peer: usize| match peer == rank as usize {
-            true => Ok(inbox.own()),
-            false => Inbox::open(&device, &names[peer], geometry),
         };
-        let inboxes: Result<Vec<Arc<PeerInbox>>> = (0..ranks.len()).map(open).collect();
-        // Everyone has opened everything before an inbox is withdrawn.
-        session.all_gather(
-            inboxes.as_ref().map(|_| Vec::new()).map_err(Error::clone),
-            timeout,
-            cancel,
+        let links = transport::link(
+            &device,
+            rank as usize,
+            &reach,
+            geometry(&profile, &programs),
+            &limit,
+            &|payload| session.all_gather(Ok(payload), timeout, cancel),
         )?;
+        info!(
+            Init,
+            "rank {rank}: links to {} peers via {}: {}; {profile:?}",
+            ranks.len() - 1,
+            links.path.name(),
+            links.reason
+        );
         let places = ranks.into_iter().map(|info| info.place).collect();
-        // The inboxes of all ranks name the communicator as nothing else does.
-        let communicator = names.concat();
         assemble(
             device,
             rank,
             places,
             profile,
             &programs,
-            inboxes?,
-            Clique::of(communicator),
+            links.inboxes,
+            Clique::of(links.communicator),
         )
     }
 }

@@ -39,6 +39,7 @@ void *fake_recorded, *fake_waiting;
 const char *fake_failing = "";            /* this function answers UNKNOWN and does nothing */
 int fake_no_vmm;                          /* the devices have no virtual memory interface */
 static int lock;
+#define ADD(number, more) __atomic_fetch_add(&number, more, __ATOMIC_SEQ_CST)
 
 /* Counts a call, by any thread; whether it is to fail. */
 static int note(const char *name) {
@@ -61,13 +62,14 @@ int fake_count(const char *name) {
 static struct { u64 start, bytes, seen_as; int type, ordinal, managed, whole; } ranges[64];
 static int range_count;
 void fake_range(u64 start, u64 bytes, int type, int ordinal, int managed, int whole, u64 seen_as) {
-    ranges[range_count].start = start;
-    ranges[range_count].bytes = bytes;
-    ranges[range_count].type = type;
-    ranges[range_count].ordinal = ordinal;
-    ranges[range_count].managed = managed;
-    ranges[range_count].whole = whole;
-    ranges[range_count++].seen_as = seen_as;
+    int at = ADD(range_count, 1);
+    ranges[at].start = start;
+    ranges[at].bytes = bytes;
+    ranges[at].type = type;
+    ranges[at].ordinal = ordinal;
+    ranges[at].managed = managed;
+    ranges[at].whole = whole;
+    ranges[at].seen_as = seen_as;
 }
 
 /* The primary contexts of both GPUs, and a green context of GPU 0. */
@@ -277,11 +279,11 @@ CALL(cuMemAddressReserve(u64 *address, size_t bytes, size_t alignment, u64 wish,
 CALL(cuMemAddressFree(u64 address, size_t bytes)) return munmap((void *)address, bytes); }
 CALL(cuMemMap(u64 address, size_t bytes, size_t offset, u64 handle, u64 flags))
     void *mapped = mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle, 0);
-    fake_mapped_bytes += (int)bytes;
+    ADD(fake_mapped_bytes, (int)bytes);
     return offset || mapped != (void *)address || flags ? UNKNOWN : 0;
 }
 CALL(cuMemUnmap(u64 address, size_t bytes))
-    fake_mapped_bytes -= (int)bytes;
+    ADD(fake_mapped_bytes, -(int)bytes);
     return mmap((void *)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != (void *)address;
 }
 int fake_access_ordinal;
@@ -310,10 +312,10 @@ CALL(cuIpcGetMemHandle(ipc_handle *handle, u64 address))
 CALL(cuIpcOpenMemHandle(u64 *address, ipc_handle handle, unsigned flags))
     *address = handle.address;
     if (flags != 1 || handle.rest[6] != 0xF00D || !current()) return INVALID_HANDLE;
-    fake_opened++;
+    ADD(fake_opened, 1);
     return 0;
 }
-CALL(cuIpcCloseMemHandle(u64 address)) return address % PAGE || fake_opened-- < 1 || !current() ? INVALID_HANDLE : 0; }
+CALL(cuIpcCloseMemHandle(u64 address)) return address % PAGE || ADD(fake_opened, -1) < 1 || !current() ? INVALID_HANDLE : 0; }
 
 #define ENTRY(name) { #name, (void *)name }
 static const struct { const char *name; void *function; } table[] = {

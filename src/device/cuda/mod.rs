@@ -20,7 +20,7 @@ mod sharing;
 mod sharing_tests;
 mod streams;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod user_memory;
 mod virtual_memory;
 

@@ -169,9 +169,7 @@ impl CudaDevice {
     fn import_by_handle(self: &Arc<Self>, fd: &OwnedFd, bytes: usize) -> CallResult<Box<dyn Mapping>> {
         let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
         let physical = Physical::import(self.driver, fd, bytes)?;
-        Ok(Box::new(
-            self.mapped(physical.map(&[access_of(self.ordinal)])?, bytes),
-        ))
+        Ok(Box::new(self.mapped(physical.map(&[access_of(self.ordinal)])?, bytes)))
     }
 
     fn mapped(self: &Arc<Self>, address: CUdeviceptr, bytes: usize) -> Mapped {
@@ -189,7 +187,10 @@ impl CudaDevice {
         let address = memory.address;
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         {
-            let _guards = (self.scope().map_err(plain)?, RelaxedCapture::enter(self.driver).map_err(plain)?);
+            let _guards = (
+                self.scope().map_err(plain)?,
+                RelaxedCapture::enter(self.driver).map_err(plain)?,
+            );
             // SAFETY: the base of a block that the driver gave; writes one handle.
             unsafe { self.driver.call.cuIpcGetMemHandle(&mut handle, address as CUdeviceptr) }.map_err(plain)?;
         }
@@ -216,7 +217,10 @@ impl CudaDevice {
         let handle = CUipcMemHandle {
             reserved: handle.map(|byte| byte as c_char),
         };
-        let _guards = (self.scope().map_err(plain)?, RelaxedCapture::enter(self.driver).map_err(plain)?);
+        let _guards = (
+            self.scope().map_err(plain)?,
+            RelaxedCapture::enter(self.driver).map_err(plain)?,
+        );
         let mut address = 0;
         let flags = CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as c_uint;
         // SAFETY: the bytes that the owner's driver gave; writes one address.

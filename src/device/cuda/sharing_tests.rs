@@ -46,7 +46,11 @@ fn exported_memory_is_zeroed_rounded_and_lives_until_its_last_mapping_goes() {
     let export = device.clone().export(BYTES, Sharing::Handles).expect("exported");
     assert_eq!(export.ticket, Ticket::Handle { bytes: 4 << 20 });
     assert!((0..BYTES).all(|at| *byte(export.mapping.as_ref(), at) == 0));
-    assert_eq!(fake.get::<i32>(c"fake_access_count"), 2, "its own GPU and the one that reaches it");
+    assert_eq!(
+        fake.get::<i32>(c"fake_access_count"),
+        2,
+        "its own GPU and the one that reaches it"
+    );
     let imported = import(&peer, &export).expect("imported");
     let again = import(&peer, &export).expect("by a second rank of that process");
     assert_same_memory(export.mapping.as_ref(), imported.as_ref());
@@ -105,7 +109,13 @@ fn every_failing_call_is_named_with_the_remedy_and_leaves_nothing() {
         assert_refused(
             device.clone().export(bytes, sharing),
             Code::UnhandledCudaError,
-            &["GPU 0 (Fake", "cannot share", way, &format!("{text} failed: 999"), remedy],
+            &[
+                "GPU 0 (Fake",
+                "cannot share",
+                way,
+                &format!("{text} failed: 999"),
+                remedy,
+            ],
         );
     }
     for (function, export) in [
@@ -120,7 +130,11 @@ fn every_failing_call_is_named_with_the_remedy_and_leaves_nothing() {
         assert_refused(
             import(&device, export),
             Code::UnhandledCudaError,
-            &["cannot address the memory of another process", &format!("{text} failed: 999"), remedy],
+            &[
+                "cannot address the memory of another process",
+                &format!("{text} failed: 999"),
+                remedy,
+            ],
         );
     }
     set_failing(&fake, c"");
