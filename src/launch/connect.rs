@@ -3,7 +3,7 @@
 use super::clique::Clique;
 use super::layout::{Control, Link, OneShotWork, ProgramWork, State, Step, MAX_LINKS, MAX_RANKS, MAX_STEPS};
 use super::settings::{self, Settings};
-use super::{Engine, KernelMemory};
+use super::{running, Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
 use crate::device::{Device, DeviceKind, Placement};
 use crate::environment::switch;
@@ -12,7 +12,6 @@ use crate::info;
 use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
 use crate::transport::{self, Geometry, Limit, PeerInbox, Reach};
-use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -120,6 +119,7 @@ impl Engine {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Result<Engine> {
+        running::let_go();
         let ranks = parse(payloads)?;
         let sharing = check(&ranks)?;
         let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
@@ -203,7 +203,7 @@ pub(super) fn assemble(
             area,
         })
     });
-    Ok(Engine {
+    let engine = Engine {
         rank,
         places,
         device,
@@ -219,10 +219,12 @@ pub(super) fn assemble(
             _inboxes: inboxes,
         }),
         clique,
-        order: Mutex::default(),
-        launched: AtomicU64::new(0),
+        order: Arc::default(),
+        launched: Arc::default(),
         faults_seen: AtomicU64::new(0),
-    })
+    };
+    running::enter(&engine);
+    Ok(engine)
 }
 
 pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::bootstrap::Cancel;
-use crate::device::cuda::tests::fake_gpus;
+use crate::device::cuda::sharing_tests::fake_gpus;
 use crate::device::host;
 use crate::sys::fake::Fake;
 use std::ffi::CStr;

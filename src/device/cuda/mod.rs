@@ -17,10 +17,10 @@ mod pointers;
 mod pool;
 mod sharing;
 #[cfg(test)]
-mod sharing_tests;
+pub(crate) mod sharing_tests;
 mod streams;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 mod user_memory;
 mod virtual_memory;
 
@@ -30,7 +30,7 @@ use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failur
 use crate::{info, warning};
 use context::{Handle, RelaxedCapture, Scope};
 use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
-pub use graphs::drop_released;
+pub use graphs::{drop_released, put_down};
 use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
 use std::any::Any;

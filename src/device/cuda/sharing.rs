@@ -8,7 +8,8 @@
 //! Physical memory of VMM stays until its last mapping in any process goes, so each side unmaps when its own kernels
 //! have left. Memory of legacy IPC must not be freed, nor lent again, before every importer closed it. So each importer
 //! holds the write end of a pipe until then, and the owner parks the block with the read end until that says that no
-//! writer is left; the end of a process closes its ends too. What came back so is lent again by the pool.
+//! writer is left. The end of a process closes its ends too; a child that is forked without exec keeps them as long as it
+//! lives. What came back is lent again by the pool.
 
 use super::context::RelaxedCapture;
 use super::virtual_memory::{access_of, Physical};

@@ -1,6 +1,6 @@
 //! Shared memory against the stand-in driver of `sys::fake`. Two stand-ins are two processes.
 
-use super::tests::{assert_refused, fake_device};
+use super::tests::{assert_refused, fake_device, IMAGE};
 use super::CudaDevice;
 use crate::device::{Device, Export, Mapping, Sharing, Ticket};
 use crate::error::Code;
@@ -9,6 +9,15 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 const BYTES: usize = 3 << 20;
+
+/// A process with its two GPUs, which other stand-ins have too.
+pub(crate) fn fake_gpus(test: &str) -> (Fake, [Arc<dyn Device>; 2]) {
+    let fake = Fake::build(test, &[]);
+    let open =
+        |ordinal| -> Arc<dyn Device> { Arc::new(CudaDevice::open(fake.driver(), ordinal, IMAGE).expect("a GPU")) };
+    let gpus = [open(0), open(1)];
+    (fake, gpus)
+}
 
 fn set_failing(fake: &Fake, function: &'static std::ffi::CStr) {
     fake.set(c"fake_failing", function.as_ptr());
@@ -76,7 +85,7 @@ fn exported_memory_is_zeroed_rounded_and_lives_until_its_last_mapping_goes() {
 fn an_importer_maps_a_peer_gpus_memory_for_itself() {
     let (fake, device) = fake_device("import_peer_gpu");
     let export = device.clone().export(BYTES, Sharing::Handles).expect("exported");
-    let peer = CudaDevice::open(fake.driver(), 1, super::tests::IMAGE).expect("GPU 1");
+    let peer = CudaDevice::open(fake.driver(), 1, IMAGE).expect("GPU 1");
     let imported = import(&Arc::new(peer), &export).expect("imported");
     assert_eq!(fake.get::<i32>(c"fake_access_ordinal"), 1);
     assert_same_memory(export.mapping.as_ref(), imported.as_ref());
@@ -164,7 +173,7 @@ fn what_cannot_be_unmapped_is_left() {
 #[test]
 fn a_device_without_vmm_shares_by_legacy_ipc() {
     let fake = Fake::build("no_vmm", &[]);
-    let open = || Arc::new(CudaDevice::open(fake.driver(), 0, super::tests::IMAGE).expect("GPU 0"));
+    let open = || Arc::new(CudaDevice::open(fake.driver(), 0, IMAGE).expect("GPU 0"));
     assert_eq!(open().sharing(), [Sharing::Handles, Sharing::Ipc]);
     fake.set(c"fake_no_vmm", 1i32);
     let device = open();

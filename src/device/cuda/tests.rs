@@ -22,15 +22,6 @@ fn fake_device_with(test: &str, defines: &[&str]) -> (Fake, Arc<CudaDevice>) {
     (fake, Arc::new(device))
 }
 
-/// A process with its two GPUs, which other stand-ins have too.
-pub(crate) fn fake_gpus(test: &str) -> (Fake, [Arc<dyn Device>; 2]) {
-    let fake = Fake::build(test, &[]);
-    let open =
-        |ordinal| -> Arc<dyn Device> { Arc::new(CudaDevice::open(fake.driver(), ordinal, IMAGE).expect("a GPU")) };
-    let gpus = [open(0), open(1)];
-    (fake, gpus)
-}
-
 #[track_caller]
 pub(super) fn assert_refused<T>(result: Result<T>, code: Code, parts: &[&str]) {
     let error = result.err().expect("refused");
