@@ -6,7 +6,8 @@
 //! What must never happen is a driver call that waits for running kernels, since a kernel of one rank spins until
 //! another rank's thread has launched. So kernels are loaded before the first runs (`module`), memory is kept
 //! (`pool`), zeroing has a stream of its own that no kernel runs in (`own_stream`), and no legacy default stream is touched that is
-//! not the caller's.
+//! not the caller's. Shared memory cannot do without such calls (`sharing`, `unregister`): it goes when no kernel can be
+//! running (`launch::running`).
 
 mod context;
 mod graphs;

@@ -6,6 +6,7 @@ use crate::device::{Device, Export, Mapping, Sharing, Ticket};
 use crate::error::Code;
 use crate::sys::fake::Fake;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::Arc;
 
 const BYTES: usize = 3 << 20;
@@ -28,19 +29,27 @@ fn import(device: &Arc<CudaDevice>, export: &Export) -> crate::error::Result<Box
     Arc::clone(device).import(&export.ticket, fd)
 }
 
-fn byte(mapping: &dyn Mapping, at: usize) -> &mut u8 {
+fn byte(mapping: &dyn Mapping, at: usize) -> &AtomicU8 {
     assert!(at < BYTES);
-    // SAFETY: the stand-in's memory is host memory of BYTES or more, and a test is one thread.
-    unsafe { &mut *mapping.address().add(at) }
+    // SAFETY: the stand-in's memory is host memory of BYTES or more, mapped as long as the mapping.
+    unsafe { AtomicU8::from_ptr(mapping.address().add(at)) }
+}
+
+fn read(mapping: &dyn Mapping, at: usize) -> u8 {
+    byte(mapping, at).load(Ordering::Relaxed)
+}
+
+fn write(mapping: &dyn Mapping, at: usize, value: u8) {
+    byte(mapping, at).store(value, Ordering::Relaxed)
 }
 
 /// What an owner wrote is seen by a peer, and the other way round.
 fn assert_same_memory(owner: &dyn Mapping, peer: &dyn Mapping) {
     for at in [0, BYTES / 2, BYTES - 1] {
-        *byte(owner, at) = 17;
-        assert_eq!(*byte(peer, at), 17);
-        *byte(peer, at) = 71;
-        assert_eq!(*byte(owner, at), 71);
+        write(owner, at, 17);
+        assert_eq!(read(peer, at), 17);
+        write(peer, at, 71);
+        assert_eq!(read(owner, at), 71);
     }
 }
 
@@ -54,7 +63,7 @@ fn exported_memory_is_zeroed_rounded_and_lives_until_its_last_mapping_goes() {
     let (peer_fake, peer) = fake_device("export_peer");
     let export = device.clone().export(BYTES, Sharing::Handles).expect("exported");
     assert_eq!(export.ticket, Ticket::Handle { bytes: 4 << 20 });
-    assert!((0..BYTES).all(|at| *byte(export.mapping.as_ref(), at) == 0));
+    assert!((0..BYTES).all(|at| read(export.mapping.as_ref(), at) == 0));
     assert_eq!(
         fake.get::<i32>(c"fake_access_count"),
         2,
@@ -72,7 +81,7 @@ fn exported_memory_is_zeroed_rounded_and_lives_until_its_last_mapping_goes() {
     }
     drop((export, again));
     assert_eq!(fake.get::<i32>(c"fake_mapped_bytes"), 0);
-    assert_eq!(*byte(imported.as_ref(), 0), 71, "the owner is gone, its memory is not");
+    assert_eq!(read(imported.as_ref(), 0), 71, "the owner is gone, its memory is not");
     drop(imported);
     assert_eq!(peer_fake.get::<i32>(c"fake_mapped_bytes"), 0);
     for fake in [&fake, &peer_fake] {
@@ -192,11 +201,10 @@ fn memory_of_legacy_ipc_is_lent_again_only_when_every_importer_has_left() {
     let export = device.clone().export(1, Sharing::Ipc).expect("exported");
     let address = export.mapping.address();
     // What the pool lent has a whole page, so that a peer sees nothing else.
-    assert!(fake.count(c"cuMemAlloc") == 2 && address as usize % (2 << 20) == 0);
-    *first_byte(&export) = 1;
+    assert!(fake.count(c"cuMemAlloc") == 2 && address.addr().is_multiple_of(2 << 20));
+    write(export.mapping.as_ref(), 0, 1);
     let first = import(&peer, &export).expect("imported");
     let second = import(&peer, &export).expect("imported");
-    *first_byte(&export) = 5;
     assert_eq!(first.address(), address, "the stand-in's processes are one");
     drop(export);
     let before = fake.count(c"cuMemAlloc");
@@ -219,13 +227,8 @@ fn memory_of_legacy_ipc_is_lent_again_only_when_every_importer_has_left() {
         assert!(others.len() < 500, "the block never came back");
         std::thread::sleep(std::time::Duration::from_millis(1));
     };
-    assert_eq!(*first_byte(&again), 0, "zeroed anew");
+    assert_eq!(read(again.mapping.as_ref(), 0), 0, "zeroed anew");
     assert_eq!((fake.count(c"cuMemFree"), peer_fake.count(c"cuMemFree")), (0, 0));
     undisturbed(&fake);
     undisturbed(&peer_fake);
-}
-
-/// The first byte of exported memory.
-fn first_byte(export: &Export) -> &mut u8 {
-    byte(export.mapping.as_ref(), 0)
 }
