@@ -5,6 +5,7 @@
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::sys::above_standard;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,7 +31,9 @@ impl Segment {
         let failed = |what: &str, error: rustix::io::Errno| {
             Error::system(format!("cannot {what} {bytes} bytes of shared memory: {error}"))
         };
-        let fd = rustix::fs::memfd_create("ossicle-inbox", MemfdFlags::CLOEXEC).map_err(|e| failed("create", e))?;
+        let fd = rustix::fs::memfd_create("ossicle-inbox", MemfdFlags::CLOEXEC)
+            .and_then(above_standard)
+            .map_err(|e| failed("create", e))?;
         rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| failed("size", e))?;
         Ok((Segment::map(device, fd.as_fd(), bytes)?, fd))
     }

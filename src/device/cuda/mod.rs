@@ -452,8 +452,7 @@ impl Device for CudaDevice {
         Ok(seen_by_device as usize as *mut u8)
     }
 
-    /// The driver waits for running kernels here, so no kernel may be spinning: call it when the communicator's own
-    /// are done and its ranks have met.
+    /// The driver may wait for running kernels here, so none may be spinning (`launch::running`).
     fn unregister(&self, address: *mut u8) {
         let undone = self.scope().and_then(|_scope| {
             let _relaxed = RelaxedCapture::enter(self.driver)?;
