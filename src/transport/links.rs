@@ -80,17 +80,16 @@ pub fn link(
         limit,
         gather,
     };
-    let mut paths = choose(reach)?.into_iter();
     let mut failed: Option<(Path, Error)> = None;
-    for (path, reason) in paths.by_ref() {
+    for (path, reason) in choose(reach)? {
         let reason = match &failed {
             None => reason.to_owned(),
             Some((before, error)) => {
                 let reason = format!("{} failed: {error}", before.name());
                 // One line a communicator, and whoever asks for more has it from every rank.
                 match rank {
-                    0 => warning!("links between the ranks go via {}: {reason}", path.name()),
-                    _ => info!(Init, "rank {rank}: links go via {}: {reason}", path.name()),
+                    0 => warning!("links between the ranks: {reason}; {} is tried next", path.name()),
+                    _ => info!(Init, "rank {rank}: {reason}; {} is tried next", path.name()),
                 }
                 reason
             }
