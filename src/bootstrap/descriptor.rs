@@ -8,7 +8,7 @@
 //! A fork by another thread just before a new descriptor is recorded, or just after one that is about to be closed
 //! was struck off, leaves that one copy in the child; so do numbers of `RECORDED` and more, which are not recorded.
 
-use super::link::above_standard;
+use crate::sys::above_standard;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use rustix::io::Errno;
 use std::sync::atomic::{AtomicU64, Ordering};

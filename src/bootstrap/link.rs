@@ -5,7 +5,7 @@
 use super::descriptor::Descriptor;
 use super::wire::Inbox;
 use rustix::event::PollFlags;
-use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{self, sockopt, AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
@@ -51,14 +51,6 @@ fn raise_file_limit() -> bool {
             },
         )
         .is_ok()
-}
-
-/// A descriptor of 3 or more: in a process that closed 0 to 2 a log line would be written into a connection.
-pub(super) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
-    match fd.as_raw_fd() {
-        0..=2 => rustix::io::fcntl_dupfd_cloexec(&fd, 3),
-        _ => Ok(fd),
-    }
 }
 
 fn socket(address: SocketAddr) -> Result<Descriptor, Errno> {

@@ -85,7 +85,7 @@ pub struct Watch {
 pub struct Cancel(pub Arc<std::sync::atomic::AtomicBool>);
 
 impl Cancel {
-    fn is_set(&self) -> bool {
+    pub fn is_set(&self) -> bool {
         self.0.load(std::sync::atomic::Ordering::Acquire)
     }
 }

@@ -6,10 +6,12 @@
 pub mod cuda;
 pub mod host;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::request::{DataType, ReduceOp};
+use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::ffi::c_void;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +47,55 @@ impl Drop for Memory {
     fn drop(&mut self) {
         self.device.free(self.address, self.bytes, self.placement);
     }
+}
+
+/// How memory of a device reaches the kernels of another process. Ranks tell each other which they can, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Sharing {
+    /// Handles of the driver's virtual memory interface (VMM), as file descriptors.
+    Handles,
+    /// The driver's legacy IPC.
+    Ipc,
+}
+
+impl Sharing {
+    pub fn name(self) -> &'static str {
+        match self {
+            Sharing::Handles => "VMM handles",
+            Sharing::Ipc => "legacy IPC",
+        }
+    }
+}
+
+/// What an importer is told of shared memory, besides the descriptor that is passed to it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Ticket {
+    /// The descriptor is the memory, of so many bytes.
+    Handle { bytes: usize },
+    /// The driver's 64 bytes. The descriptor is the write end of a pipe: whoever holds it may still use the memory.
+    Ipc { handle: Vec<u8> },
+}
+
+impl Ticket {
+    pub fn sharing(&self) -> Sharing {
+        match self {
+            Ticket::Handle { .. } => Sharing::Handles,
+            Ticket::Ipc { .. } => Sharing::Ipc,
+        }
+    }
+}
+
+/// A range that this process's kernels address until it is dropped.
+pub trait Mapping: Send + Sync {
+    fn address(&self) -> *mut u8;
+}
+
+/// Zeroed memory of this process that other processes may import.
+pub struct Export {
+    pub mapping: Box<dyn Mapping>,
+    pub ticket: Ticket,
+    /// To be passed to every importer, and closed when all of them have it.
+    pub fd: OwnedFd,
 }
 
 /// Which kernel: one of the families in `cuda/kernels.cu` for one element type and operation.
@@ -166,6 +217,19 @@ pub trait Device: Any + Send + Sync {
     fn open_peer(&self, _uuid: [u8; 16]) -> Result<()> {
         Ok(())
     }
+    /// How this device's memory can reach other processes, best first.
+    fn sharing(&self) -> Vec<Sharing> {
+        Vec::new()
+    }
+    /// Memory that other processes may import by `sharing`. The driver may wait for running kernels as it is mapped, and
+    /// as a mapping is dropped.
+    fn export(self: Arc<Self>, _bytes: usize, sharing: Sharing) -> Result<Export> {
+        Err(cannot_share(sharing))
+    }
+    /// Another process's memory, which may be a peer GPU's.
+    fn import(self: Arc<Self>, ticket: &Ticket, _fd: OwnedFd) -> Result<Box<dyn Mapping>> {
+        Err(cannot_share(ticket.sharing()))
+    }
     /// Streaming multiprocessors; on the host device the number of usable cores.
     fn multiprocessors(&self) -> u32;
     /// Zeroed memory for the library. Never synchronises with kernels that are running.
@@ -199,7 +263,7 @@ pub trait Device: Any + Send + Sync {
     fn unmark(&self, _mark: Mark) {}
     /// Keeps `kept` for as long as the graph that `stream` is captured into, or anything made of it, can run.
     fn keep_for_graph(&self, _stream: *mut c_void, _kept: Arc<dyn Any + Send + Sync>) -> Result<()> {
-        Err(crate::error::Error::internal("this device has no graphs"))
+        Err(Error::internal("this device has no graphs"))
     }
     /// The device still answers: an error that a kernel or the driver left makes every later call fail.
     fn health(&self) -> Result<()> {
@@ -209,6 +273,10 @@ pub trait Device: Any + Send + Sync {
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void>;
     /// Frees what `allocate_user` gave; an error that names the pointer for anything else.
     fn free_user(&self, pointer: *mut c_void) -> Result<()>;
+}
+
+fn cannot_share(sharing: Sharing) -> Error {
+    Error::internal(format!("this device does not share memory by {}", sharing.name()))
 }
 
 /// The device of a new communicator: `ordinal` None means the calling thread's current CUDA device (0 on the host

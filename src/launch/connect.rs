@@ -5,7 +5,7 @@ use super::layout::{
     Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
 };
 use super::settings::{self, Settings};
-use super::{Engine, KernelMemory};
+use super::{running, Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
 use crate::device::{Device, DeviceKind, Placement};
 use crate::environment::switch;
@@ -13,8 +13,7 @@ use crate::error::{Code, Error, Result};
 use crate::info;
 use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
-use crate::transport::{self, Geometry, Inbox, Path, PeerInbox, Reach, TwoShotGeometry};
-use parking_lot::Mutex;
+use crate::transport::{self, Geometry, Limit, PeerInbox, Reach, TwoShotGeometry};
 use serde::{Deserialize, Serialize};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -122,57 +121,43 @@ impl Engine {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Result<Engine> {
+        running::let_go();
         let ranks = parse(payloads)?;
         let sharing = check(&ranks)?;
         let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
-        let (path, reason) = transport::choose(&reach)?;
-        info!(
-            Init,
-            "rank {rank}: links to {} peers via {}: {reason}; {profile:?}",
-            ranks.len() - 1,
-            path.name()
-        );
-        if path == Path::P2p {
-            let others = reach
-                .iter()
-                .map(|peer| peer.device)
-                .filter(|peer| *peer != reach[rank as usize].device);
-            others.into_iter().try_for_each(|peer| device.open_peer(peer))?;
-        }
         let programs: Vec<Program> = (0..profile.ranks)
             .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
             .collect();
-        let geometry = geometry(&profile, &programs);
-        let inbox = Inbox::create(&device, path, geometry);
-        let names = session.all_gather(
-            inbox.as_ref().map_err(Error::clone).and_then(Inbox::name),
-            timeout,
+        let limit = Limit {
+            // Shorter than a gather's, so that a rank that waits in vain can still say so in the gather that follows.
+            timeout: timeout / 2,
             cancel,
-        )?;
-        let inbox = inbox?;
-        let open = |peer: usize| match peer == rank as usize {
-            true => Ok(inbox.own()),
-            false => Inbox::open(&device, &names[peer], geometry),
         };
-        let inboxes: Result<Vec<Arc<PeerInbox>>> = (0..ranks.len()).map(open).collect();
-        // Everyone has opened everything before an inbox is withdrawn.
-        session.all_gather(
-            inboxes.as_ref().map(|_| Vec::new()).map_err(Error::clone),
-            timeout,
-            cancel,
+        let links = transport::link(
+            &device,
+            rank as usize,
+            &reach,
+            geometry(&profile, &programs),
+            &limit,
+            &|payload| session.all_gather(Ok(payload), timeout, cancel),
         )?;
+        info!(
+            Init,
+            "rank {rank}: links to {} peers via {}: {}; {profile:?}",
+            ranks.len() - 1,
+            links.path.name(),
+            links.reason
+        );
         let places = ranks.into_iter().map(|info| info.place).collect();
-        // The inboxes of all ranks name the communicator as nothing else does.
-        let communicator = names.concat();
         assemble(
             device,
             rank,
             places,
             profile,
             &programs,
-            inboxes?,
-            Clique::of(communicator),
+            links.inboxes,
+            Clique::of(links.communicator),
         )
     }
 }
@@ -240,7 +225,7 @@ pub(super) fn assemble(
             counters,
         })
     });
-    Ok(Engine {
+    let engine = Engine {
         rank,
         places,
         device,
@@ -257,10 +242,12 @@ pub(super) fn assemble(
             _inboxes: inboxes,
         }),
         clique,
-        order: Mutex::default(),
-        launched: AtomicU64::new(0),
+        order: Arc::default(),
+        launched: Arc::default(),
         faults_seen: AtomicU64::new(0),
-    })
+    };
+    running::enter(&engine);
+    Ok(engine)
 }
 
 pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {

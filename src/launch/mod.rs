@@ -8,6 +8,7 @@ mod clique;
 mod connect;
 pub mod layout;
 mod order;
+mod running;
 mod settings;
 #[cfg(test)]
 mod tests;
@@ -55,9 +56,9 @@ pub struct Engine {
     two_shot: Option<Box<TwoShotWork>>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
-    order: Mutex<StreamOrder>,
+    order: Arc<Mutex<StreamOrder>>,
     /// Eager launches.
-    launched: AtomicU64,
+    launched: Arc<AtomicU64>,
     faults_seen: AtomicU64,
 }
 
@@ -100,10 +101,16 @@ impl Work {
     }
 }
 
-impl Engine {
+impl KernelMemory {
     fn control(&self) -> &Control {
         // SAFETY: `control` is a live, zero-initialised Control of pinned memory, made of atomics.
-        unsafe { &*self.memory.control.address.cast::<Control>() }
+        unsafe { &*self.control.address.cast::<Control>() }
+    }
+}
+
+impl Engine {
+    fn control(&self) -> &Control {
+        self.memory.control()
     }
 
     /// Checks pointers and stream, plans. None: nothing to do (no elements, or one rank in place).
@@ -363,12 +370,13 @@ impl Drop for Engine {
         let late =
             || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
         self.stop(Stop::Abort);
-        if let Err(error) = self.synchronize(&late) {
+        let done = self.synchronize(&late);
+        if let Err(error) = &done {
             crate::warning!("{}: its memory is kept", error.text);
             std::mem::forget(self.memory.clone());
         }
+        running::leave(self, done.is_ok());
         self.give_mark_back();
-        device::cuda::drop_released();
     }
 }
 

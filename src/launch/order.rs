@@ -31,6 +31,12 @@ pub(super) struct StreamOrder {
     captures: VecDeque<CaptureTail>,
 }
 
+impl StreamOrder {
+    pub(super) fn mark(&self) -> Option<Mark> {
+        self.mark
+    }
+}
+
 /// The stream of the last launch in a capture.
 struct CaptureTail {
     capture: u64,
@@ -170,13 +176,14 @@ mod tests {
     use super::*;
     use crate::device::{host, Device, DeviceKind, Memory, Placement};
     use crate::error::Code;
-    use crate::launch::{admit, tests, Algorithm, Stop};
+    use crate::launch::{admit, running, tests, Algorithm, KernelMemory, Stop};
     use crate::request::{Collective, DataType, ReduceOp, Request};
     use crate::transport::Path;
     use parking_lot::Mutex;
     use std::any::Any;
     use std::collections::HashMap;
     use std::sync::atomic::AtomicBool;
+    use std::sync::Weak;
 
     /// A GPU that writes down what it is asked; its memory is the host's, and no kernel runs.
     #[derive(Default)]
@@ -366,12 +373,48 @@ mod tests {
         let memory = Arc::downgrade(&engines[0].memory);
         drop(engines);
         let kept = memory.upgrade().expect("the graph keeps it");
-        // SAFETY: a live Control, as in `Engine::control`.
-        let control = unsafe { &*kept.control.address.cast::<crate::launch::layout::Control>() };
-        assert_eq!(control.stop.load(Ordering::SeqCst), Stop::Abort as u32);
+        assert_eq!(kept.control().stop.load(Ordering::SeqCst), Stop::Abort as u32);
         drop(kept);
         recorder.kept.lock().clear();
-        assert!(memory.upgrade().is_none());
+        goes(&memory);
+    }
+
+    /// Other tests' engines may still have kernels, so that it goes later.
+    fn goes(memory: &Weak<KernelMemory>) {
+        for _ in 0..10_000 {
+            running::let_go();
+            if memory.strong_count() == 0 {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        panic!("the memory is kept");
+    }
+
+    #[test]
+    fn memory_stays_while_another_engine_has_a_kernel() {
+        let (first, second) = (recorded().1, recorded());
+        let memory: Vec<_> = first.iter().map(|engine| Arc::downgrade(&engine.memory)).collect();
+        let stays = |why: &str| {
+            running::let_go();
+            assert!(memory.iter().all(|memory| memory.strong_count() > 0), "{why}");
+        };
+        let (recorder, busy) = (&second.0, &second.1);
+        launch(&busy[1], 1);
+        drop(first);
+        stays("a kernel was launched and has not left");
+        // From the first capture on an event says so.
+        all_left(&busy[1], 1);
+        recorder.running.store(true, Ordering::Relaxed);
+        recorder.capture(2, 5);
+        launch(&busy[0], 2);
+        launch(&busy[0], 1);
+        stays("the mark is not reached");
+        recorder.running.store(false, Ordering::Relaxed);
+        let held = busy[0].order.lock();
+        stays("a launch may be under way");
+        drop(held);
+        memory.iter().for_each(goes);
     }
 
     #[track_caller]

@@ -50,7 +50,10 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
     let engine = |rank: usize| {
         let open = |peer: usize| match peer == rank {
             true => inboxes[peer].own(),
-            false => Inbox::open(&devices[rank], &inboxes[peer].name().unwrap(), geometry).unwrap(),
+            false => {
+                let fd = inboxes[peer].descriptor().map(|fd| fd.try_clone_to_owned().unwrap());
+                Inbox::open(&devices[rank], inboxes[peer].name(), fd, geometry).unwrap()
+            }
         };
         let opened = (0..inboxes.len()).map(open).collect();
         let places = vec![String::from("test"); inboxes.len()];

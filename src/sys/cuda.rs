@@ -13,7 +13,7 @@ use std::fmt;
 use std::ptr::NonNull;
 pub use types::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream};
 pub use types::{CUgraph, CUgraphNode, CUhostFn, CUuserObject};
-pub use types::{CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle};
+pub use types::{CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle};
 
 /// The oldest driver that has all required functions (525.60).
 const OLDEST_VERSION: c_int = 12000;
@@ -123,6 +123,20 @@ function_table! {
         );
         12000 fn cuMemUnmap(address: CUdeviceptr, bytes: usize);
         12000 fn cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+        12000 fn cuMemExportToShareableHandle(
+            shareable: *mut c_void,
+            handle: CUmemGenericAllocationHandle,
+            kind: c_int,
+            flags: c_ulonglong,
+        );
+        12000 fn cuMemImportFromShareableHandle(
+            handle: *mut CUmemGenericAllocationHandle,
+            shareable: *mut c_void,
+            kind: c_int,
+        );
+        12000 fn cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: CUdeviceptr);
+        12000 fn cuIpcOpenMemHandle(address: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint);
+        12000 fn cuIpcCloseMemHandle(address: CUdeviceptr);
     }
     optional {
         12000 fn cuMemcpyHtoDAsync(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);

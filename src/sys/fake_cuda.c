@@ -3,9 +3,12 @@
  *
  * Built by src/sys/fake.rs, with FAKE_VERSION, FAKE_INIT (the answer of cuInit) and FAKE_WITHOUT (a missing function).
  */
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #ifndef FAKE_VERSION
 #define FAKE_VERSION 13000
@@ -33,30 +36,40 @@ static struct { const char *name; int count; } counts[128];
 int fake_mapped_bytes, fake_access_count;
 void *fake_recorded, *fake_waiting;
 
-static void note(const char *name) {
+const char *fake_failing = "";            /* this function answers UNKNOWN and does nothing */
+int fake_no_vmm;                          /* the devices have no virtual memory interface */
+static int lock;
+#define ADD(number, more) __atomic_fetch_add(&number, more, __ATOMIC_SEQ_CST)
+
+/* Counts a call, by any thread; whether it is to fail. */
+static int note(const char *name) {
     int i = 0;
+    while (__atomic_exchange_n(&lock, 1, __ATOMIC_ACQUIRE)) usleep(1);
     while (counts[i].name && strcmp(counts[i].name, name)) i++;
     counts[i].name = name;
     counts[i].count++;
+    __atomic_store_n(&lock, 0, __ATOMIC_RELEASE);
+    return !strcmp(name, fake_failing);
 }
 int fake_count(const char *name) {
     for (int i = 0; counts[i].name; i++)
         if (!strcmp(counts[i].name, name)) return counts[i].count;
     return 0;
 }
-#define CALL(...) int __VA_ARGS__ { note(__func__);
+#define CALL(...) int __VA_ARGS__ { if (note(__func__)) return UNKNOWN;
 
 /* Ranges of memory, as cuPointerGetAttributes tells them. */
 static struct { u64 start, bytes, seen_as; int type, ordinal, managed, whole; } ranges[64];
 static int range_count;
 void fake_range(u64 start, u64 bytes, int type, int ordinal, int managed, int whole, u64 seen_as) {
-    ranges[range_count].start = start;
-    ranges[range_count].bytes = bytes;
-    ranges[range_count].type = type;
-    ranges[range_count].ordinal = ordinal;
-    ranges[range_count].managed = managed;
-    ranges[range_count].whole = whole;
-    ranges[range_count++].seen_as = seen_as;
+    int at = ADD(range_count, 1);
+    ranges[at].start = start;
+    ranges[at].bytes = bytes;
+    ranges[at].type = type;
+    ranges[at].ordinal = ordinal;
+    ranges[at].managed = managed;
+    ranges[at].whole = whole;
+    ranges[at].seen_as = seen_as;
 }
 
 /* The primary contexts of both GPUs, and a green context of GPU 0. */
@@ -85,7 +98,7 @@ CALL(cuDeviceGetPCIBusId(char *id, int bytes, int device))
 }
 CALL(cuDeviceGetAttribute(int *value, int attribute, int device))
     (void)device;
-    *value = attribute == 16 ? 132 : 1;
+    *value = attribute == 16 ? 132 : attribute == 102 ? !fake_no_vmm : 1;
     return 0;
 }
 CALL(cuDeviceCanAccessPeer(int *can, int device, int peer))
@@ -248,29 +261,61 @@ CALL(cuMemGetAllocationGranularity(size_t *bytes, const int *properties, int opt
     *bytes = PAGE;
     return properties[0] == 1 && properties[1] == 1 && properties[2] == 1 && option == 1 ? 0 : UNKNOWN;
 }
+/* Physical memory is a memfd, whose descriptor is the handle; it is reachable only where it is mapped with access. */
 CALL(cuMemCreate(u64 *handle, size_t bytes, const void *properties, u64 flags))
-    *handle = 77;
-    return !properties || flags ? UNKNOWN : bytes % PAGE ? INVALID_VALUE : bytes > (1 << 30) ? 2 : 0;
+    if (!properties || flags) return UNKNOWN;
+    if (bytes % PAGE) return INVALID_VALUE;
+    if (bytes > (1 << 30)) return 2;
+    char dirt = (char)0xA5;
+    *handle = (u64)memfd_create("fake", MFD_CLOEXEC);
+    return ftruncate((int)*handle, (off_t)bytes) || pwrite((int)*handle, &dirt, 1, (off_t)bytes / 2) != 1;
 }
-CALL(cuMemRelease(u64 handle)) return handle == 77 ? 0 : INVALID_VALUE; }
+CALL(cuMemRelease(u64 handle)) return close((int)handle) ? INVALID_VALUE : 0; }
 CALL(cuMemAddressReserve(u64 *address, size_t bytes, size_t alignment, u64 wish, u64 flags))
     (void)alignment;
-    *address = (u64)fresh(bytes);
+    *address = (u64)mmap(0, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return wish || flags ? UNKNOWN : 0;
 }
-CALL(cuMemAddressFree(u64 address, size_t bytes)) (void)bytes; free((void *)address); return 0; }
+CALL(cuMemAddressFree(u64 address, size_t bytes)) return munmap((void *)address, bytes); }
 CALL(cuMemMap(u64 address, size_t bytes, size_t offset, u64 handle, u64 flags))
-    (void)address;
-    fake_mapped_bytes += (int)bytes;
-    return offset || handle != 77 || flags ? UNKNOWN : 0;
+    void *mapped = mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, (int)handle, 0);
+    ADD(fake_mapped_bytes, (int)bytes);
+    return offset || mapped != (void *)address || flags ? UNKNOWN : 0;
 }
-CALL(cuMemUnmap(u64 address, size_t bytes)) (void)address; fake_mapped_bytes -= (int)bytes; return 0; }
+CALL(cuMemUnmap(u64 address, size_t bytes))
+    ADD(fake_mapped_bytes, -(int)bytes);
+    return mmap((void *)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != (void *)address;
+}
+int fake_access_ordinal;
 CALL(cuMemSetAccess(u64 address, size_t bytes, const int *access, size_t count))
-    (void)address;
-    (void)bytes;
     fake_access_count = (int)count;
-    return fake_fail_set_access || access[0] != 1 || access[2] != 3 ? UNKNOWN : 0;
+    fake_access_ordinal = access[1];
+    if (fake_fail_set_access || access[0] != 1 || access[2] != 3) return UNKNOWN;
+    return mprotect((void *)address, bytes, PROT_READ | PROT_WRITE);
 }
+CALL(cuMemExportToShareableHandle(int *shareable, u64 handle, int kind, u64 flags))
+    *shareable = dup((int)handle);
+    return kind != 1 || flags || *shareable < 0 ? INVALID_VALUE : 0;
+}
+CALL(cuMemImportFromShareableHandle(u64 *handle, void *shareable, int kind))
+    *handle = (u64)dup((int)(intptr_t)shareable);
+    return kind != 1 || (int)*handle < 0 || !current() ? INVALID_VALUE : 0;
+}
+/* Legacy IPC: a handle is the address, since all processes of a test are one. */
+typedef struct { u64 address, rest[7]; } ipc_handle;
+int fake_opened;
+CALL(cuIpcGetMemHandle(ipc_handle *handle, u64 address))
+    handle->address = address;
+    handle->rest[6] = 0xF00D;
+    return address % PAGE || !current() ? INVALID_VALUE : 0;
+}
+CALL(cuIpcOpenMemHandle(u64 *address, ipc_handle handle, unsigned flags))
+    *address = handle.address;
+    if (flags != 1 || handle.rest[6] != 0xF00D || !current()) return INVALID_HANDLE;
+    ADD(fake_opened, 1);
+    return 0;
+}
+CALL(cuIpcCloseMemHandle(u64 address)) return address % PAGE || ADD(fake_opened, -1) < 1 || !current() ? INVALID_HANDLE : 0; }
 
 #define ENTRY(name) { #name, (void *)name }
 static const struct { const char *name; void *function; } table[] = {
@@ -286,7 +331,9 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuEventCreate), ENTRY(cuEventRecord), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate),
     ENTRY(cuMemRelease), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap),
     ENTRY(cuMemSetAccess), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuEventQuery), ENTRY(cuUserObjectCreate),
-    ENTRY(cuUserObjectRelease), ENTRY(cuGraphRetainUserObject),
+    ENTRY(cuUserObjectRelease), ENTRY(cuGraphRetainUserObject), ENTRY(cuMemExportToShareableHandle),
+    ENTRY(cuMemImportFromShareableHandle), ENTRY(cuIpcGetMemHandle), ENTRY(cuIpcOpenMemHandle),
+    ENTRY(cuIpcCloseMemHandle),
 };
 int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flags, int *found) {
     *function = 0;

@@ -12,8 +12,18 @@ pub(crate) mod process_local;
 pub(crate) mod thread;
 pub mod verbs;
 
+use rustix::io::Errno;
 use std::ffi::{c_void, CStr};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
+
+/// A descriptor of 3 or more: in a process that closed 0 to 2 a log line would be written into what it is of.
+pub(crate) fn above_standard(fd: OwnedFd) -> Result<OwnedFd, Errno> {
+    match fd.as_raw_fd() {
+        0..=2 => rustix::io::fcntl_dupfd_cloexec(&fd, 3),
+        _ => Ok(fd),
+    }
+}
 
 /// An open shared library. It is never closed: its threads and exit handlers may outlive any user of it.
 pub(crate) struct Library {

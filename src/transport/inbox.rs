@@ -8,9 +8,10 @@
 //!
 //! All ranks have the same geometry, so a peer's addresses follow from its inbox's base.
 
-use super::shared::{Segment, SegmentName};
+use super::descriptors::{Address, Exchange};
+use super::shared::Segment;
 use super::Path;
-use crate::device::{Device, Memory, Placement};
+use crate::device::{Device, Mapping, Memory, Placement, Ticket};
 use crate::error::{Error, Result};
 use crate::launch::layout::{FLAG_STRIDE, LINE_BYTES};
 use crate::sys::process_local::ProcessLocal;
@@ -18,7 +19,7 @@ use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// Sizes of an inbox; equal on all ranks of a communicator.
@@ -77,8 +78,11 @@ impl Geometry {
 }
 
 enum Storage {
+    /// Memory of this process that stays in it.
     Device(Memory),
-    Shared(Segment),
+    /// Device memory that processes share: this rank's, or a peer's as it is mapped here.
+    Mapped(Box<dyn Mapping>),
+    Host(Segment),
 }
 
 /// An inbox as its owner or one of its peers holds it; addresses are those of the holder's kernels.
@@ -91,7 +95,8 @@ impl PeerInbox {
     fn base(&self) -> *mut u8 {
         match &self.storage {
             Storage::Device(memory) => memory.address,
-            Storage::Shared(segment) => segment.kernel_address(),
+            Storage::Mapped(mapping) => mapping.address(),
+            Storage::Host(segment) => segment.kernel_address(),
         }
     }
 
@@ -134,20 +139,23 @@ impl PeerInbox {
     }
 }
 
-/// How a peer finds an inbox.
-#[derive(Serialize, Deserialize)]
-enum Name {
-    /// Key in this process's table.
-    Process(u64),
-    Shared(SegmentName),
+/// How a peer finds an inbox. The names of all ranks together name their communicator as nothing else does.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Name {
+    /// For peers in this process, which use its address: its key in the process's table.
+    key: u64,
+    /// Device memory, for peers in other processes.
+    ticket: Option<Ticket>,
+    /// Where this rank takes descriptors.
+    pub(super) address: Option<Address>,
 }
 
 /// This rank's own inbox while its peers connect.
 pub struct Inbox {
     inbox: Arc<PeerInbox>,
     name: Name,
-    /// Keeps /proc/<pid>/fd/<fd> alive until the peers have opened it.
-    _fd: Option<OwnedFd>,
+    /// What peers open that cannot use the address, and the socket that it goes through. Open until they have it.
+    passed: Option<(OwnedFd, Exchange)>,
 }
 
 /// Inboxes of this process that peers in it may still want, by key.
@@ -167,70 +175,76 @@ pub(super) fn process_token() -> u128 {
 impl Inbox {
     pub fn create(device: &Arc<dyn Device>, path: Path, geometry: Geometry) -> Result<Inbox> {
         let bytes = geometry.bytes();
-        match path {
-            Path::P2p => {
-                let memory = device.clone().allocate(bytes, Placement::Device)?;
-                let key = memory.address as u64;
-                let inbox = Arc::new(PeerInbox {
-                    storage: Storage::Device(memory),
-                    geometry,
-                });
-                OFFERED.get().lock().insert(key, inbox.clone());
-                Ok(Inbox {
-                    inbox,
-                    name: Name::Process(key),
-                    _fd: None,
-                })
+        let (storage, ticket, fd) = match path {
+            Path::P2p => (
+                Storage::Device(device.clone().allocate(bytes, Placement::Device)?),
+                None,
+                None,
+            ),
+            Path::P2pShared(sharing) => {
+                let export = device.clone().export(bytes, sharing)?;
+                (Storage::Mapped(export.mapping), Some(export.ticket), Some(export.fd))
             }
             Path::Shm => {
-                let (segment, fd, name) = Segment::create(device.clone(), bytes)?;
-                let inbox = Arc::new(PeerInbox {
-                    storage: Storage::Shared(segment),
-                    geometry,
-                });
-                Ok(Inbox {
-                    inbox,
-                    name: Name::Shared(name),
-                    _fd: Some(fd),
-                })
+                let (segment, fd) = Segment::create(device.clone(), bytes)?;
+                (Storage::Host(segment), None, Some(fd))
             }
-        }
+        };
+        let inbox = Arc::new(PeerInbox { storage, geometry });
+        let passed = fd
+            .map(|fd| Exchange::open().map(|exchange| (fd, exchange)))
+            .transpose()?;
+        let name = Name {
+            // An address is nobody else's while the inbox is there.
+            key: inbox.base() as u64,
+            ticket,
+            address: passed.as_ref().map(|(_, exchange)| exchange.address.clone()),
+        };
+        OFFERED.get().lock().insert(name.key, inbox.clone());
+        Ok(Inbox { inbox, name, passed })
     }
 
     /// What peers need to open it.
-    pub fn name(&self) -> Result<Vec<u8>> {
-        serde_json::to_vec(&self.name).map_err(|error| Error::internal(format!("inbox name: {error}")))
+    pub fn name(&self) -> &Name {
+        &self.name
     }
 
     pub fn own(&self) -> Arc<PeerInbox> {
         self.inbox.clone()
     }
 
-    /// Opens a peer's inbox by what its `name` gave.
-    pub fn open(device: &Arc<dyn Device>, name: &[u8], geometry: Geometry) -> Result<Arc<PeerInbox>> {
-        let name = serde_json::from_slice(name).map_err(|error| Error::internal(format!("inbox name: {error}")))?;
-        match name {
-            Name::Process(key) => OFFERED
-                .get()
-                .lock()
-                .get(&key)
-                .cloned()
-                .ok_or_else(|| Error::internal("a rank of this process withdrew its inbox while peers connect")),
-            Name::Shared(segment) => {
-                let segment = Segment::open(device.clone(), &segment, geometry.bytes())?;
-                Ok(Arc::new(PeerInbox {
-                    storage: Storage::Shared(segment),
-                    geometry,
-                }))
+    /// What peers need besides the name where they cannot use the address.
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.passed.as_ref().map(|(fd, _)| fd.as_fd())
+    }
+
+    pub(super) fn exchange(&self) -> Option<&Exchange> {
+        self.passed.as_ref().map(|(_, exchange)| exchange)
+    }
+
+    /// Opens a peer's inbox: by its descriptor, or by its address where none was passed, since the peer is a thread of
+    /// this process.
+    pub fn open(
+        device: &Arc<dyn Device>,
+        name: &Name,
+        descriptor: Option<OwnedFd>,
+        geometry: Geometry,
+    ) -> Result<Arc<PeerInbox>> {
+        let storage = match (descriptor, &name.ticket) {
+            (None, _) => {
+                let offered = OFFERED.get().lock().get(&name.key).cloned();
+                return offered
+                    .ok_or_else(|| Error::internal("a rank of this process withdrew its inbox while peers connect"));
             }
-        }
+            (Some(fd), Some(ticket)) => Storage::Mapped(device.clone().import(ticket, fd)?),
+            (Some(fd), None) => Storage::Host(Segment::open(device.clone(), fd.as_fd(), geometry.bytes())?),
+        };
+        Ok(Arc::new(PeerInbox { storage, geometry }))
     }
 }
 
 impl Drop for Inbox {
     fn drop(&mut self) {
-        if let Name::Process(key) = self.name {
-            OFFERED.get().lock().remove(&key);
-        }
+        OFFERED.get().lock().remove(&self.name.key);
     }
 }

@@ -3,28 +3,37 @@
 //! Every rank owns an inbox: its one-shot area, the slots of its receive links and the flags that peers write. A path
 //! decides how peers reach it. One path serves a whole communicator:
 //! - `P2p`: all ranks are threads of one process; an inbox is device memory and peers use its address.
+//! - `P2pShared`: ranks are in several processes; an inbox is device memory that peers elsewhere import.
 //! - `Shm`: an inbox is host memory shared between processes (a memfd), which a GPU sees as pinned memory.
 
+mod descriptors;
 mod inbox;
+mod links;
+#[cfg(test)]
+mod links_tests;
 mod shared;
 
+pub use descriptors::Limit;
 pub use inbox::{Geometry, Inbox, PeerInbox, TwoShotGeometry};
+pub use links::{link, Links};
 
-use crate::device::{Device, DeviceKind};
+use crate::device::{Device, DeviceKind, Sharing};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     P2p,
+    P2pShared(Sharing),
     Shm,
 }
 
 impl Path {
-    pub fn name(self) -> &'static str {
+    pub fn name(self) -> String {
         match self {
-            Path::P2p => "P2P",
-            Path::Shm => "SHM",
+            Path::P2p => String::from("P2P"),
+            Path::P2pShared(sharing) => format!("P2P ({})", sharing.name()),
+            Path::Shm => String::from("SHM"),
         }
     }
 }
@@ -37,6 +46,8 @@ pub struct Reach {
     /// The rank's device, and those whose memory its kernels can address too.
     pub device: [u8; 16],
     pub peers: Vec<[u8; 16]>,
+    /// How the device's memory reaches other processes.
+    pub sharing: Vec<Sharing>,
     pub p2p: bool,
     pub shm: bool,
 }
@@ -54,15 +65,16 @@ impl Reach {
             process: inbox::process_token(),
             device: uuid,
             peers: device.peers(),
+            sharing: device.sharing(),
             p2p,
             shm,
         }
     }
 }
 
-/// The path that all ranks of a communicator can use, with the reason, or the sentence why there is none. Pure: every
-/// rank comes to the same answer.
-pub fn choose(reach: &[Reach]) -> Result<(Path, &'static str)> {
+/// The paths that all ranks of a communicator can use, the one to try first in front, each with the reason; or the
+/// sentence why there is none. Pure: every rank comes to the same answer.
+pub fn choose(reach: &[Reach]) -> Result<Vec<(Path, &'static str)>> {
     let one_process = reach.iter().all(|r| r.process == reach[0].process);
     let addresses = |r: &Reach| {
         reach
@@ -70,54 +82,102 @@ pub fn choose(reach: &[Reach]) -> Result<(Path, &'static str)> {
             .all(|other| other.device == r.device || r.peers.contains(&other.device))
     };
     let in_reach = reach.iter().all(addresses);
-    if one_process && in_reach && reach.iter().all(|r| r.p2p) {
-        return Ok((Path::P2p, "all ranks are in one process"));
+    let p2p = reach.iter().all(|r| r.p2p);
+    if one_process && in_reach && p2p {
+        return Ok(vec![(Path::P2p, "all ranks are in one process")]);
     }
-    let obstacle = match (one_process, in_reach) {
-        (false, _) => "ranks are in several processes",
-        (true, false) => "the GPUs cannot address each other's memory",
-        (true, true) => "P2P is disabled by NCCL_P2P_DISABLE",
+    let mut paths = Vec::new();
+    let obstacle = match (p2p, in_reach) {
+        (false, _) => "P2P is disabled by NCCL_P2P_DISABLE or NCCL_P2P_LEVEL",
+        (true, false) => {
+            "the GPUs cannot address each other's memory, or a process does not see all of them (CUDA_VISIBLE_DEVICES)"
+        }
+        (true, true) => {
+            let ways = [Sharing::Handles, Sharing::Ipc].into_iter();
+            let common = ways.filter(|way| reach.iter().all(|r| r.sharing.contains(way)));
+            paths.extend(common.map(|way| (Path::P2pShared(way), "all GPUs can address each other's memory")));
+            "ranks are in several processes, whose devices share host memory only"
+        }
     };
     match reach.iter().position(|r| !r.shm) {
-        None => Ok((Path::Shm, obstacle)),
-        Some(rank) => Err(Error::usage(format!(
-            "no path between the ranks: {obstacle}, and shared memory is disabled by NCCL_SHM_DISABLE on rank {rank}; the \
-             network path on one host is not built yet, so unset one of the two"
-        ))),
+        None => paths.push((Path::Shm, obstacle)),
+        Some(rank) if paths.is_empty() => {
+            return Err(Error::usage(format!(
+                "no path between the ranks: {obstacle}, and shared memory is disabled by NCCL_SHM_DISABLE on rank {rank}; \
+                 the network path on one host is not built yet, so unset one of the two"
+            )));
+        }
+        Some(_) => {}
     }
+    Ok(paths)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_path_is_p2p_in_one_process_and_shm_else() {
-        let rank = |process, p2p, shm| Reach {
+    fn rank(process: u128, p2p: bool, shm: bool) -> Reach {
+        Reach {
             process,
             device: [0; 16],
             peers: vec![],
+            sharing: vec![],
             p2p,
             shm,
-        };
-        let path = |reach: &[Reach]| choose(reach).map(|(path, _)| path);
-        assert_eq!(path(&[rank(1, true, true), rank(1, true, false)]), Ok(Path::P2p));
-        assert_eq!(path(&[rank(1, true, true), rank(1, false, true)]), Ok(Path::Shm));
-        assert_eq!(path(&[rank(1, true, true), rank(2, true, true)]), Ok(Path::Shm));
+        }
+    }
+
+    fn paths(reach: &[Reach]) -> Result<Vec<Path>> {
+        choose(reach).map(|paths| paths.into_iter().map(|(path, _)| path).collect())
+    }
+
+    #[test]
+    fn the_path_is_p2p_in_one_process_and_shm_where_devices_share_nothing() {
+        assert_eq!(paths(&[rank(1, true, true), rank(1, true, false)]), Ok(vec![Path::P2p]));
+        assert_eq!(paths(&[rank(1, true, true), rank(1, false, true)]), Ok(vec![Path::Shm]));
+        assert_eq!(paths(&[rank(1, true, true), rank(2, true, true)]), Ok(vec![Path::Shm]));
         let far = Reach {
             device: [1; 16],
             ..rank(1, true, true)
         };
-        assert_eq!(path(&[rank(1, true, true), far.clone()]), Ok(Path::Shm));
+        assert_eq!(paths(&[rank(1, true, true), far.clone()]), Ok(vec![Path::Shm]));
         let near = |reach: Reach, peer| Reach {
             peers: vec![[peer; 16]],
             ..reach
         };
-        assert_eq!(path(&[near(rank(1, true, true), 1), near(far, 0)]), Ok(Path::P2p));
-        let none = path(&[rank(1, true, true), rank(2, true, false)]).unwrap_err();
+        assert_eq!(
+            paths(&[near(rank(1, true, true), 1), near(far, 0)]),
+            Ok(vec![Path::P2p])
+        );
+        let none = paths(&[rank(1, true, true), rank(2, true, false)]).unwrap_err();
         assert!(
             none.text.contains("rank 1") && none.text.contains("NCCL_SHM_DISABLE"),
             "{none}"
         );
+    }
+
+    #[test]
+    fn processes_share_device_memory_in_the_best_way_that_all_have() {
+        let shares = |process, device: u8, ways: &[Sharing]| Reach {
+            device: [device; 16],
+            peers: vec![[1 - device; 16]],
+            sharing: ways.to_vec(),
+            ..rank(process, true, true)
+        };
+        let both = [Sharing::Handles, Sharing::Ipc];
+        let (handles, ipc) = (Path::P2pShared(Sharing::Handles), Path::P2pShared(Sharing::Ipc));
+        let modern = [shares(1, 0, &both), shares(1, 0, &both), shares(2, 1, &both)];
+        assert_eq!(paths(&modern), Ok(vec![handles, ipc, Path::Shm]));
+        let mixed = [shares(1, 0, &both), shares(2, 0, &[Sharing::Ipc])];
+        assert_eq!(paths(&mixed), Ok(vec![ipc, Path::Shm]));
+        let changed = |change: fn(&mut Reach)| {
+            let mut reach = modern.clone();
+            change(&mut reach[2]);
+            paths(&reach)
+        };
+        assert_eq!(changed(|r| r.p2p = false), Ok(vec![Path::Shm]));
+        assert_eq!(changed(|r| r.peers.clear()), Ok(vec![Path::Shm]));
+        assert_eq!(changed(|r| r.sharing.clear()), Ok(vec![Path::Shm]));
+        assert_eq!(changed(|r| r.shm = false), Ok(vec![handles, ipc]));
     }
 }

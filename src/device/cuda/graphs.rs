@@ -2,8 +2,8 @@
 //!
 //! A user object of the driver holds a reference for the graph, for every clone and for every executable one, also while
 //! one that was destroyed still runs. Its destructor comes on a thread of the driver in which no driver call is allowed,
-//! and what is kept may make some when it goes (shared host memory is unregistered). So the destructor only puts it
-//! down, and the next engine that goes takes it along.
+//! and what is kept may make some when it goes (shared memory is unmapped and unregistered). So the destructor only puts
+//! it down, as an engine that ends does, and it goes when no kernel can be running (`launch::running`).
 
 use super::context::RelaxedCapture;
 use super::CudaDevice;
@@ -17,10 +17,15 @@ use std::sync::Arc;
 
 type Kept = Arc<dyn Any + Send + Sync>;
 
-/// What graphs that are gone have kept.
+/// What graphs that are gone have kept, and engines.
 static RELEASED: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
-/// Drops what graphs that are gone have kept. The lock is free by then: dropping calls the driver, whose own lock the
+/// For `drop_released`.
+pub fn put_down(kept: Kept) {
+    RELEASED.lock().push(kept);
+}
+
+/// Drops what was put down. The lock is free by then: dropping calls the driver, whose own lock the
 /// caller of `release` may hold.
 pub fn drop_released() {
     let released = std::mem::take(&mut *RELEASED.lock());
@@ -33,7 +38,7 @@ unsafe extern "C" fn release(kept: *mut c_void) {
     let _ = catch_unwind(|| {
         // SAFETY: as above: a box that nobody else owns any more.
         let kept = unsafe { Box::from_raw(kept.cast::<Kept>()) };
-        RELEASED.lock().push(*kept);
+        put_down(*kept);
     });
 }
 

@@ -6,7 +6,8 @@
 //! What must never happen is a driver call that waits for running kernels, since a kernel of one rank spins until
 //! another rank's thread has launched. So kernels are loaded before the first runs (`module`), memory is kept
 //! (`pool`), zeroing has a stream of its own that no kernel runs in (`own_stream`), and no legacy default stream is touched that is
-//! not the caller's.
+//! not the caller's. Shared memory cannot do without such calls (`sharing`, `unregister`): it goes when no kernel can be
+//! running (`launch::running`).
 
 mod context;
 mod graphs;
@@ -15,22 +16,27 @@ mod own_stream;
 mod peers;
 mod pointers;
 mod pool;
+mod sharing;
+#[cfg(test)]
+pub(crate) mod sharing_tests;
 mod streams;
 #[cfg(test)]
 mod tests;
 mod user_memory;
+mod virtual_memory;
 
-use super::{Device, DeviceKind, Launch, Mark, Memory, Placement, StreamKey};
+use super::{Device, DeviceKind, Export, Launch, Mapping, Mark, Memory, Placement, Sharing, StreamKey, Ticket};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failure, Unusable};
 use crate::{info, warning};
 use context::{Handle, RelaxedCapture, Scope};
 use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
-pub use graphs::drop_released;
+pub use graphs::{drop_released, put_down};
 use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
 use std::any::Any;
 use std::ffi::{c_char, c_int, c_void, CStr};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// GPUs that one process can use.
@@ -186,7 +192,8 @@ struct CudaDevice {
     known_ranges: pointers::KnownRanges,
     known_streams: streams::KnownStreams,
     events: streams::Events,
-    user_memory: user_memory::UserMemory,
+    /// None where the interface is not there, or switched off.
+    virtual_memory: Option<virtual_memory::VirtualMemory>,
 }
 
 impl CudaDevice {
@@ -243,7 +250,7 @@ impl CudaDevice {
             known_ranges: pointers::KnownRanges::default(),
             known_streams: streams::KnownStreams::default(),
             events: streams::Events::default(),
-            user_memory: user_memory::UserMemory::of_device(driver, ordinal, device_count(driver)?)?,
+            virtual_memory: virtual_memory::VirtualMemory::of_device(driver, ordinal, device_count(driver)?)?,
         };
         // The driver's own kernel for zeroing is loaded like any other at its first use: now, while none spins.
         let warm_up = device.block(1, Placement::Device)?;
@@ -384,6 +391,18 @@ impl Device for CudaDevice {
         self.enable_peer(uuid)
     }
 
+    fn sharing(&self) -> Vec<Sharing> {
+        self.ways_to_share()
+    }
+
+    fn export(self: Arc<Self>, bytes: usize, sharing: Sharing) -> Result<Export> {
+        self.export_memory(bytes, sharing)
+    }
+
+    fn import(self: Arc<Self>, ticket: &Ticket, fd: OwnedFd) -> Result<Box<dyn Mapping>> {
+        self.import_memory(ticket, fd)
+    }
+
     fn multiprocessors(&self) -> u32 {
         self.multiprocessors
     }
@@ -433,8 +452,7 @@ impl Device for CudaDevice {
         Ok(seen_by_device as usize as *mut u8)
     }
 
-    /// The driver waits for running kernels here, so no kernel may be spinning: call it when the communicator's own
-    /// are done and its ranks have met.
+    /// The driver may wait for running kernels here, so none may be spinning (`launch::running`).
     fn unregister(&self, address: *mut u8) {
         let undone = self.scope().and_then(|_scope| {
             let _relaxed = RelaxedCapture::enter(self.driver)?;

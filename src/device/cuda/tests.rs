@@ -6,7 +6,7 @@ use crate::error::Code;
 use crate::request::{DataType, ReduceOp};
 use crate::sys::fake::{Fake, FakeRange};
 
-const IMAGE: Image = Image {
+pub(super) const IMAGE: Image = Image {
     bytes: b"fatbin",
     release: "13.0",
     targets: "sm_90",

@@ -1,0 +1,241 @@
+//! Ranks in threads that say they are in several processes: on host devices, and on GPUs of the stand-in driver, of which
+//! each process has one.
+
+use super::*;
+use crate::bootstrap::Cancel;
+use crate::device::cuda::sharing_tests::fake_gpus;
+use crate::device::host;
+use crate::sys::fake::Fake;
+use std::ffi::CStr;
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+const GEOMETRY: Geometry = Geometry {
+    ranks: 4,
+    lines: 4096,
+    channels: 2,
+    slots: 2,
+    slot_bytes: 4096,
+    links: 1,
+    two_shot: TwoShotGeometry {
+        blocks: 2,
+        slot_bytes: 256,
+    },
+};
+
+/// All ranks' bytes of one round.
+type Round = Arc<(Barrier, parking_lot::Mutex<Vec<Vec<u8>>>)>;
+
+fn gather(round: &Round, rank: usize, bytes: Vec<u8>) -> Vec<Vec<u8>> {
+    let (barrier, all) = &**round;
+    all.lock()[rank] = bytes;
+    barrier.wait();
+    let gathered = all.lock().clone();
+    barrier.wait();
+    gathered
+}
+
+/// One rank each: its process and its device. `shm`: whether host memory may be used.
+fn linked(ranks: &[(u128, &Arc<dyn Device>)], shm: bool) -> Vec<Result<Links>> {
+    let reach: Vec<Reach> = ranks
+        .iter()
+        .map(|(process, device)| Reach {
+            process: *process,
+            ..Reach::of_this_process(device.as_ref(), true, shm)
+        })
+        .collect();
+    let round: Round = Arc::new((Barrier::new(ranks.len()), vec![vec![]; ranks.len()].into()));
+    let threads: Vec<_> = ranks
+        .iter()
+        .enumerate()
+        .map(|(rank, (_, device))| {
+            let (round, reach, device) = (round.clone(), reach.clone(), (*device).clone());
+            std::thread::spawn(move || {
+                let cancel = Cancel::default();
+                let limit = Limit {
+                    timeout: Duration::from_secs(60),
+                    cancel: &cancel,
+                };
+                link(&device, rank, &reach, GEOMETRY, &limit, &|bytes| {
+                    Ok(gather(&round, rank, bytes))
+                })
+            })
+        })
+        .collect();
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+/// Links of all ranks that went via `path` for `reason`, and that lead into each other's memory.
+#[track_caller]
+fn assert_linked(ranks: &[(u128, &Arc<dyn Device>)], path: Path, reason: &str) -> Vec<Links> {
+    let links: Vec<Links> = linked(ranks, true).into_iter().map(Result::unwrap).collect();
+    for link in &links {
+        assert_eq!(link.path, path, "{}", link.reason);
+        assert!(link.reason.contains(reason), "{}", link.reason);
+        assert_eq!(link.communicator, links[0].communicator);
+    }
+    for owner in 0..links.len() {
+        // Its first and its last part.
+        let places: [fn(&PeerInbox) -> *mut u8; 2] = [PeerInbox::area, |inbox| inbox.head(0).cast()];
+        for (number, place) in places.into_iter().enumerate() {
+            let value = (2 * owner + number) as u64 + 77;
+            // SAFETY: the inbox is host memory in these tests, and its ranks' threads have ended.
+            unsafe { place(&links[owner].inboxes[owner]).cast::<u64>().write(value) };
+            for link in &links {
+                // SAFETY: as above.
+                assert_eq!(unsafe { place(&link.inboxes[owner]).cast::<u64>().read() }, value);
+            }
+        }
+    }
+    links
+}
+
+fn bases(links: &[Links], owner: usize) -> Vec<*mut u8> {
+    links.iter().map(|link| link.inboxes[owner].area()).collect()
+}
+
+#[test]
+fn host_devices_share_memory_between_processes_and_pointers_within_one() {
+    let devices: Vec<_> = (0..4).map(host::open).collect();
+    let [a, b, c, d] = &devices[..] else { unreachable!() };
+    let reason = "ranks are in several processes";
+    let links = assert_linked(&[(1, a), (1, b), (2, c), (3, d)], Path::Shm, reason);
+    assert_ne!(
+        links[0].communicator,
+        assert_linked(&[(1, a), (2, b)], Path::Shm, reason)[0].communicator
+    );
+    let links = assert_linked(&[(1, a), (1, b)], Path::P2p, "all ranks are in one process");
+    assert_eq!(bases(&links, 0), [links[0].inboxes[0].area(); 2]);
+}
+
+/// Two processes with both GPUs each: ranks 0 and 1 in the first, on different GPUs, 2 in the second.
+struct Pair {
+    first: (Fake, [Arc<dyn Device>; 2]),
+    second: (Fake, [Arc<dyn Device>; 2]),
+}
+
+impl Pair {
+    fn start(test: &str) -> Pair {
+        Pair {
+            first: fake_gpus(&format!("{test}_first")),
+            second: fake_gpus(&format!("{test}_second")),
+        }
+    }
+
+    fn ranks(&self) -> [(u128, &Arc<dyn Device>); 3] {
+        let (first, second) = (&self.first.1, &self.second.1);
+        [(1, &first[0]), (1, &first[1]), (2, &second[0])]
+    }
+
+    fn fakes(&self) -> [&Fake; 2] {
+        [&self.first.0, &self.second.0]
+    }
+
+    fn fail(&self, process: usize, function: &'static CStr) {
+        self.fakes()[process].set(c"fake_failing", function.as_ptr());
+    }
+
+    fn assert_nothing_left(&self) {
+        for fake in self.fakes() {
+            assert_eq!((fake.get(c"fake_mapped_bytes"), fake.get(c"fake_opened")), (0i32, 0i32));
+            assert_eq!(fake.count(c"cuMemAddressReserve"), fake.count(c"cuMemAddressFree"));
+            assert_eq!(fake.count(c"cuMemHostRegister"), fake.count(c"cuMemHostUnregister"));
+            assert_eq!(fake.count(c"cuMemFree"), 0, "the pool keeps its blocks");
+        }
+    }
+}
+
+#[test]
+fn gpus_of_several_processes_are_linked_by_handles() {
+    let pair = Pair::start("handles");
+    let path = Path::P2pShared(Sharing::Handles);
+    let links = assert_linked(&pair.ranks(), path, "all GPUs can address each other's memory");
+    assert_eq!(path.name(), "P2P (VMM handles)");
+    let [own, neighbour, elsewhere] = bases(&links, 0)[..] else {
+        unreachable!()
+    };
+    assert_eq!(own, neighbour, "a thread of the process uses the address");
+    assert_ne!(own, elsewhere, "another process maps the memory");
+    for fake in pair.fakes() {
+        assert_eq!(fake.count(c"cuIpcOpenMemHandle"), 0);
+        assert_eq!(fake.count(c"cuCtxEnablePeerAccess"), 0, "access is set for the mapping");
+    }
+    let (first, second) = (pair.fakes()[0], pair.fakes()[1]);
+    let imports = c"cuMemImportFromShareableHandle";
+    assert_eq!(
+        (first.count(imports), second.count(imports)),
+        (2, 2),
+        "one for each pair of ranks"
+    );
+    drop(links);
+    pair.assert_nothing_left();
+}
+
+#[test]
+fn what_one_rank_cannot_do_makes_all_try_the_next_path() {
+    let pair = Pair::start("next_path");
+    let (ranks, ipc) = (pair.ranks(), Path::P2pShared(Sharing::Ipc));
+    pair.fail(1, c"cuMemImportFromShareableHandle");
+    let reason = "P2P (VMM handles) failed: rank 2: GPU 0 (Fake, 0000:01:00.0) cannot address the memory of another \
+                  process by VMM handles: cuMemImportFromShareableHandle failed: 999";
+    drop(assert_linked(&ranks, ipc, reason));
+    pair.fail(1, c"cuMemExportToShareableHandle");
+    drop(assert_linked(
+        &ranks,
+        ipc,
+        "rank 2: GPU 0 (Fake, 0000:01:00.0) cannot share",
+    ));
+    // The neighbour's block is used by its address, from the other GPU.
+    assert!(pair.fakes()[0].count(c"cuCtxEnablePeerAccess") > 0);
+    pair.fail(0, c"cuIpcOpenMemHandle");
+    let links = assert_linked(&ranks, Path::Shm, "P2P (legacy IPC) failed: rank 0: GPU 0");
+    assert_eq!(
+        pair.fakes()[1].get::<i32>(c"fake_opened"),
+        0,
+        "what others opened is closed"
+    );
+    drop(links);
+    pair.assert_nothing_left();
+}
+
+#[test]
+fn where_no_path_is_left_all_ranks_say_why() {
+    let pair = Pair::start("no_path");
+    pair.fail(0, c"cuIpcGetMemHandle");
+    pair.fail(1, c"cuMemMap");
+    for outcome in linked(&pair.ranks(), false) {
+        let error = outcome.err().unwrap();
+        assert_eq!(error.code, crate::error::Code::UnhandledCudaError);
+        for part in [
+            "rank 0: GPU 0",
+            "cuIpcGetMemHandle failed: 999",
+            "set NCCL_P2P_DISABLE=1",
+        ] {
+            assert!(error.text.contains(part), "\"{part}\" is not in \"{error}\"");
+        }
+    }
+    pair.assert_nothing_left();
+}
+
+#[test]
+fn a_rank_that_could_not_begin_is_the_cause_and_not_those_that_missed_it() {
+    let told = [
+        tell_error(Error::remote("rank 2 is gone")),
+        serde_json::to_vec(&Ok::<(), (i32, String)>(())).unwrap(),
+        tell_error(Error::system("no memory")),
+        tell_error(Error::cuda("no GPU")),
+    ];
+    let error = links::hear::<()>(&told).unwrap_err();
+    assert_eq!(error, Error::system("rank 2: no memory"));
+    assert_eq!(
+        links::hear::<()>(&told[..2]).unwrap_err(),
+        Error::remote("rank 0: rank 2 is gone")
+    );
+    assert_eq!(links::hear::<()>(&told[1..2]), Ok(vec![()]));
+    let error = links::hear::<()>(&[b"?".to_vec()]).unwrap_err();
+    assert!(error.text.starts_with("rank 0: what it says"), "{error}");
+}
+
+fn tell_error(error: Error) -> Vec<u8> {
+    links::tell::<()>(&Err(error)).unwrap()
+}
