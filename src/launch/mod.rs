@@ -412,10 +412,18 @@ pub fn launch(batch: &[Part]) -> Result<()> {
 fn enqueue(batch: &[Part]) -> Result<()> {
     for (index, (first, _)) in batch.iter().enumerate() {
         let of_first = |part: &&Part| Arc::ptr_eq(&part.0.clique, &first.clique) && !on_callers_thread(part);
-        if batch[..index].iter().any(|(other, _)| Arc::ptr_eq(&other.clique, &first.clique)) {
+        if batch[..index]
+            .iter()
+            .any(|(other, _)| Arc::ptr_eq(&other.clique, &first.clique))
+        {
             continue;
         }
-        let most = batch.iter().filter(of_first).map(|(_, works)| works.len()).max().unwrap_or(0);
+        let most = batch
+            .iter()
+            .filter(of_first)
+            .map(|(_, works)| works.len())
+            .max()
+            .unwrap_or(0);
         for round in 0..most {
             for (engine, works) in batch.iter().filter(of_first) {
                 if let Some(work) = works.get(round) {

@@ -146,8 +146,13 @@ impl Engine {
 /// Works of one rank in one group run on the caller's thread or go to streams, which run beside it.
 pub(super) fn check_streams(batch: &[Part]) -> Result<()> {
     for (engine, works) in batch {
-        let Some((first, others)) = works.split_first() else { continue };
-        if others.iter().any(|work| work.on_callers_thread() != first.on_callers_thread()) {
+        let Some((first, others)) = works.split_first() else {
+            continue;
+        };
+        if others
+            .iter()
+            .any(|work| work.on_callers_thread() != first.on_callers_thread())
+        {
             return Err(Error::usage(format!(
                 "rank {}: some operations of one group are on the default stream of the host device and some are not: give all \
                  of them streams, or none",
@@ -183,7 +188,8 @@ pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
                 )));
             }
             let same = |work: &Work| theirs.iter().any(|their| their.stream_key == work.stream_key);
-            let one_device = super::clique::streams_of(engine.device.as_ref()) == super::clique::streams_of(other.device.as_ref());
+            let one_device =
+                super::clique::streams_of(engine.device.as_ref()) == super::clique::streams_of(other.device.as_ref());
             if capture.is_some() && one_device && works.iter().any(same) {
                 return Err(super::clique::one_stream(other.rank, engine.rank));
             }

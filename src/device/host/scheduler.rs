@@ -355,7 +355,9 @@ impl Shared {
         let mut state = self.state.lock();
         let queue = state.queue(stream)?;
         if queue.capture.is_some() {
-            return Err(Error::usage(format!("stream {stream:#x} is in a graph capture already")));
+            return Err(Error::usage(format!(
+                "stream {stream:#x} is in a graph capture already"
+            )));
         }
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         queue.capture = Some(number);
@@ -420,7 +422,10 @@ impl Shared {
                 Some(Entry::Task(task)) if matches!(**task, Task::Kernel { .. }) => "a kernel",
                 _ => "a call",
             };
-            text += &format!("; stream {stream:#x} has {} entries, first {first}", queue.entries.len());
+            text += &format!(
+                "; stream {stream:#x} has {} entries, first {first}",
+                queue.entries.len()
+            );
         }
         text
     }
@@ -433,7 +438,10 @@ impl Shared {
         if let Err(error) = outcome {
             state.fail(error);
         }
-        let first = state.queues.get_mut(&stream).and_then(|queue| queue.entries.front_mut());
+        let first = state
+            .queues
+            .get_mut(&stream)
+            .and_then(|queue| queue.entries.front_mut());
         let over = match (node, first) {
             (Some(node), Some(Entry::Replay(replay))) => {
                 replay.node_ended(node);
@@ -483,7 +491,9 @@ impl Scheduler {
 
     /// Waits until all that can run has run, but for `held` calls that the caller holds up.
     pub fn settle(&self, held: usize) -> Result<()> {
-        patiently(&self.shared, "streams do not come to rest", || self.shared.is_settled(held))
+        patiently(&self.shared, "streams do not come to rest", || {
+            self.shared.is_settled(held)
+        })
     }
 }
 

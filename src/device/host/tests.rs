@@ -74,7 +74,11 @@ fn an_event_stands_for_the_work_before_its_record() {
         two.wait(&event).unwrap();
         note(&two, &log, 2);
         two.synchronize().unwrap();
-        assert_eq!((&log.lock()[..], event.is_reached()), (&[1, 2][..], Ok(true)), "seed {seed}");
+        assert_eq!(
+            (&log.lock()[..], event.is_reached()),
+            (&[1, 2][..], Ok(true)),
+            "seed {seed}"
+        );
     }
     // A stream of another scheduler can wait too.
     let ((first, log), (second, _)) = (scheduler(1), scheduler(2));

@@ -76,7 +76,11 @@ fn graphs_are_replayed_many_times_with_eager_operations_between() {
         let scheduler = Scheduler::new(seed).unwrap();
         let ranks = ranks(2 + (seed % 3) as u32, Algorithm::ALL[seed as usize % 2], 2);
         let pairs = pairs(&scheduler, &ranks);
-        let (first, second, between) = (sums::<3>(&ranks, seed), sums::<2>(&ranks, seed + 10), sums::<1>(&ranks, seed + 20));
+        let (first, second, between) = (
+            sums::<3>(&ranks, seed),
+            sums::<2>(&ranks, seed + 10),
+            sums::<1>(&ranks, seed + 20),
+        );
         let others: Vec<Stream> = pairs.iter().map(|_| scheduler.stream()).collect();
         between[0].call(&ranks, &others);
         others.iter().for_each(|stream| stream.synchronize().unwrap());
@@ -117,7 +121,9 @@ fn launches_of_each_open_capture_follow_each_other() {
         let scheduler = Scheduler::new(seed).unwrap();
         let ranks = ranks(2, Algorithm::ALL[seed as usize % 2], 1);
         let gate = Event::of_caller();
-        let graphs: Vec<_> = (0..16).map(|_| (pairs(&scheduler, &ranks), sums::<3>(&ranks, seed))).collect();
+        let graphs: Vec<_> = (0..16)
+            .map(|_| (pairs(&scheduler, &ranks), sums::<3>(&ranks, seed)))
+            .collect();
         for pair in graphs.iter().flat_map(|(pairs, _)| pairs) {
             pair.begin();
             hold(&pair.origin, &gate);
@@ -133,7 +139,10 @@ fn launches_of_each_open_capture_follow_each_other() {
             replay(pairs, &executables);
             if number == 0 {
                 scheduler.settle(2).unwrap();
-                assert!(sums.iter().all(Sum::is_untouched), "seed {seed}: without the launch before");
+                assert!(
+                    sums.iter().all(Sum::is_untouched),
+                    "seed {seed}: without the launch before"
+                );
                 gate.pass();
             }
             finish(pairs);
@@ -165,7 +174,10 @@ fn eager_launches_are_waited_for_although_replays_have_left() {
         scheduler.settle(0).unwrap();
         assert!(held.is_untouched() && behind.is_untouched(), "seed {seed}");
         for engine in &ranks.engines {
-            assert!(engine.synchronize(&|| Some(Error::internal("waits"))).is_err(), "seed {seed}");
+            assert!(
+                engine.synchronize(&|| Some(Error::internal("waits"))).is_err(),
+                "seed {seed}"
+            );
         }
         gate.pass();
         for engine in &ranks.engines {
@@ -199,7 +211,11 @@ fn replays_run_beside_other_communicators_eager_work() {
 }
 
 fn memories(ranks: &Ranks) -> Vec<Weak<KernelMemory>> {
-    ranks.engines.iter().map(|engine| Arc::downgrade(&engine.memory)).collect()
+    ranks
+        .engines
+        .iter()
+        .map(|engine| Arc::downgrade(&engine.memory))
+        .collect()
 }
 
 fn counts(memories: &[Weak<KernelMemory>]) -> Vec<usize> {
@@ -347,7 +363,11 @@ fn eager_work_is_never_drawn_into_a_capture() {
     let mut graphs = Vec::new();
     for (rank, pair) in pairs.iter().enumerate() {
         call(&ranks, rank, &second, &pair.fork).unwrap();
-        assert_eq!(engine_capture(&ranks, rank, &pair.fork), None, "rank {rank}: drawn into the capture");
+        assert_eq!(
+            engine_capture(&ranks, rank, &pair.fork),
+            None,
+            "rank {rank}: drawn into the capture"
+        );
         graphs.push(pair.origin.end_capture().unwrap().instantiate());
     }
     finish(&pairs);
@@ -357,5 +377,9 @@ fn eager_work_is_never_drawn_into_a_capture() {
 }
 
 fn engine_capture(ranks: &Ranks, rank: usize, stream: &Stream) -> Option<u64> {
-    ranks.engines[rank].device.check_stream(stream.handle()).unwrap().capture
+    ranks.engines[rank]
+        .device
+        .check_stream(stream.handle())
+        .unwrap()
+        .capture
 }

@@ -16,11 +16,28 @@ const COMMUNICATORS: usize = 2;
 
 #[derive(Clone, Copy, Debug)]
 enum Action {
-    Reduce { comm: usize, op: ReduceOp, from: usize, to: usize },
-    Gather { comm: usize, from: usize, to: usize },
-    Broadcast { comm: usize, root: usize, from: usize, to: usize },
+    Reduce {
+        comm: usize,
+        op: ReduceOp,
+        from: usize,
+        to: usize,
+    },
+    Gather {
+        comm: usize,
+        from: usize,
+        to: usize,
+    },
+    Broadcast {
+        comm: usize,
+        root: usize,
+        from: usize,
+        to: usize,
+    },
     /// Work of the user's in the stream: adds one element to all.
-    Add { buffer: usize, bits: u64 },
+    Add {
+        buffer: usize,
+        bits: u64,
+    },
 }
 
 impl Action {
@@ -34,7 +51,9 @@ impl Action {
     /// The buffers that it reads and writes.
     fn buffers(self) -> (usize, usize) {
         match self {
-            Action::Reduce { from, to, .. } | Action::Gather { from, to, .. } | Action::Broadcast { from, to, .. } => (from, to),
+            Action::Reduce { from, to, .. } | Action::Gather { from, to, .. } | Action::Broadcast { from, to, .. } => {
+                (from, to)
+            }
             Action::Add { buffer, .. } => (buffer, buffer),
         }
     }
@@ -119,16 +138,34 @@ impl Program {
         let apart = (from + 1 + below(patterns, BUFFERS - 1)) % BUFFERS;
         match below(patterns, 8) {
             0 => Action::Gather { comm, from, to: apart },
-            1 => Action::Broadcast { comm, root: below(patterns, self.ranks), from, to },
-            2 | 3 => Action::Add { buffer: to, bits: patterns.next() },
-            kind => Action::Reduce { comm, op: [ReduceOp::Max, ReduceOp::Avg][kind % 2], from, to },
+            1 => Action::Broadcast {
+                comm,
+                root: below(patterns, self.ranks),
+                from,
+                to,
+            },
+            2 | 3 => Action::Add {
+                buffer: to,
+                bits: patterns.next(),
+            },
+            kind => Action::Reduce {
+                comm,
+                op: [ReduceOp::Max, ReduceOp::Avg][kind % 2],
+                from,
+                to,
+            },
         }
     }
 
     /// What every buffer of every rank has in the end.
     fn model<T: Element>(&self, data: &mut [Vec<Vec<T>>], orders: &[Order]) {
         let mut graphs: Vec<&[Group]> = Vec::new();
-        let mut run = |groups: &[Group]| groups.iter().flatten().for_each(|step| self.apply(step.action, data, orders));
+        let mut run = |groups: &[Group]| {
+            groups
+                .iter()
+                .flatten()
+                .for_each(|step| self.apply(step.action, data, orders))
+        };
         for item in &self.items {
             match item {
                 Item::Eager(group) => run(std::slice::from_ref(group)),
@@ -175,7 +212,12 @@ struct Uses {
 impl Uses {
     fn wait(&self, stream: &Stream, exclusive: bool) {
         let shared = self.shared.iter().filter(|_| exclusive);
-        for (_, event) in self.exclusive.iter().chain(shared).filter(|(by, _)| *by != stream.handle() as usize) {
+        for (_, event) in self
+            .exclusive
+            .iter()
+            .chain(shared)
+            .filter(|(by, _)| *by != stream.handle() as usize)
+        {
             stream.wait(event).unwrap();
         }
     }
@@ -183,7 +225,12 @@ impl Uses {
     fn note(&mut self, stream: &Stream, event: &Event, exclusive: bool) {
         let by = (stream.handle() as usize, event.clone());
         match exclusive {
-            true => *self = Uses { exclusive: Some(by), shared: Vec::new() },
+            true => {
+                *self = Uses {
+                    exclusive: Some(by),
+                    shared: Vec::new(),
+                }
+            }
             false => self.shared.push(by),
         }
     }
@@ -210,10 +257,21 @@ impl<T: Element + Send + 'static> Driver<'_, T> {
     fn request(&self, action: Action, stream: &Stream) -> Request {
         let (from, to) = action.buffers();
         let whole = rig::sum_request(&self.buffers[from], &self.buffers[to], stream);
-        let request = |collective, count, op| Request { collective, count, op, ..whole };
+        let request = |collective, count, op| Request {
+            collective,
+            count,
+            op,
+            ..whole
+        };
         match action {
-            Action::Gather { .. } => request(Collective::AllGather, self.count / self.comms[0].engines.len(), ReduceOp::Sum),
-            Action::Broadcast { root, .. } => request(Collective::Broadcast { root: root as i32 }, self.count, ReduceOp::Sum),
+            Action::Gather { .. } => request(
+                Collective::AllGather,
+                self.count / self.comms[0].engines.len(),
+                ReduceOp::Sum,
+            ),
+            Action::Broadcast { root, .. } => {
+                request(Collective::Broadcast { root: root as i32 }, self.count, ReduceOp::Sum)
+            }
             Action::Reduce { op, .. } => request(Collective::AllReduce, self.count, op),
             Action::Add { .. } => request(Collective::AllReduce, 0, ReduceOp::Sum),
         }
@@ -298,13 +356,19 @@ impl<T: Element + Send + 'static> Drivers<'_, T> {
         groups.iter().for_each(|group| self.group(group));
         let end = |head: Range<usize>| {
             let origin = &self.ranks[head.start].streams[0];
-            let others = self.ranks[head.clone()].iter().flat_map(|driver| &driver.streams).skip(1);
+            let others = self.ranks[head.clone()]
+                .iter()
+                .flat_map(|driver| &driver.streams)
+                .skip(1);
             others.for_each(|stream| origin.wait(&stream.record().unwrap()).unwrap());
             origin.end_capture().unwrap().instantiate()
         };
         let graphs = self.heads().into_iter().map(end).collect();
         self.graphs.push(graphs);
-        self.ranks.iter_mut().zip(outside).for_each(|(driver, outside)| driver.uses = outside);
+        self.ranks
+            .iter_mut()
+            .zip(outside)
+            .for_each(|(driver, outside)| driver.uses = outside);
     }
 
     fn replay(&mut self, graph: usize, stream: &[usize]) {
@@ -316,7 +380,10 @@ impl<T: Element + Send + 'static> Drivers<'_, T> {
             stream.launch(graph).unwrap();
             let (handle, event) = (stream.handle() as usize, stream.record().unwrap());
             for uses in self.ranks[head].iter_mut().flat_map(|driver| &mut driver.uses) {
-                *uses = Uses { exclusive: Some((handle, event.clone())), shared: Vec::new() };
+                *uses = Uses {
+                    exclusive: Some((handle, event.clone())),
+                    shared: Vec::new(),
+                };
             }
         }
     }
@@ -381,7 +448,10 @@ fn check<T: Element + Send + 'static>(seed: u64, elements: fn(&mut Patterns, usi
     program.model(&mut data, &comms.each_ref().map(|comm| comm.order));
     for (rank, (buffers, data)) in buffers.iter().zip(&data).enumerate() {
         for (number, (buffer, expected)) in buffers.iter().zip(data).enumerate() {
-            buffer.check(expected, &format!("seed {seed}, rank {rank}, buffer {number}: {:?}", program.items));
+            buffer.check(
+                expected,
+                &format!("seed {seed}, rank {rank}, buffer {number}: {:?}", program.items),
+            );
         }
     }
 }

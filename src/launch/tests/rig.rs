@@ -14,7 +14,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Seeds for a test: `short` of them, times OSSICLE_TEST_REPEATS, from one that is printed; OSSICLE_TEST_SEED names the
 /// only one.
 pub(super) fn seeds(short: u64) -> std::ops::Range<u64> {
-    let number = |name| std::env::var(name).ok().and_then(|text: String| text.parse::<u64>().ok());
+    let number = |name| {
+        std::env::var(name)
+            .ok()
+            .and_then(|text: String| text.parse::<u64>().ok())
+    };
     if let Some(seed) = number("OSSICLE_TEST_SEED") {
         return seed..seed + 1;
     }
@@ -146,7 +150,9 @@ impl Sum {
     }
 
     pub(super) fn forget(&self) {
-        self.to.iter().for_each(|to| to.write(&vec![UNTOUCHED; self.expected.len()]));
+        self.to
+            .iter()
+            .for_each(|to| to.write(&vec![UNTOUCHED; self.expected.len()]));
     }
 
     pub(super) fn is_untouched(&self) -> bool {

@@ -89,7 +89,9 @@ fn a_group_launches_several_operations_of_several_communicators() {
         let scheduler = Scheduler::new(seed).unwrap();
         let (one, two) = (ranks(3, Algorithm::OneShot, 1), ranks(3, Algorithm::Ring, 2));
         let (some, others) = (streams(&scheduler, &one), streams(&scheduler, &one));
-        let sums: Vec<Sum> = (0..6).map(|i| Sum::new([&one, &two][i % 2], 50 + 70 * i, seed + i as u64)).collect();
+        let sums: Vec<Sum> = (0..6)
+            .map(|i| Sum::new([&one, &two][i % 2], 50 + 70 * i, seed + i as u64))
+            .collect();
         let mut calls = Vec::new();
         for (i, sum) in sums.iter().enumerate() {
             for rank in 0..3 {
@@ -184,7 +186,10 @@ fn the_default_stream_is_not_used_beside_running_streams() {
     sums[0].call(&ranks, &own);
     let default = |sum: &Sum, rank| on_default_stream(sum.request(rank, &own[rank]));
     let calls = [0, 1].map(|rank| (&ranks.engines[rank], default(&sums[1], rank)));
-    refused(submit(&calls), "synchronise that before an operation on the default stream");
+    refused(
+        submit(&calls),
+        "synchronise that before an operation on the default stream",
+    );
     let engine = &ranks.engines[0];
     let mixed = [(engine, default(&sums[1], 0)), (engine, sums[1].request(0, &own[0]))];
     refused(submit(&mixed), "give all of them streams, or none");
@@ -192,7 +197,11 @@ fn the_default_stream_is_not_used_beside_running_streams() {
     finish(&own);
     submit(&calls).unwrap();
     // Of one communicator's ranks some may be on streams and some on callers' threads.
-    submit(&[(engine, sums[2].request(0, &own[0])), (&ranks.engines[1], default(&sums[2], 1))]).unwrap();
+    submit(&[
+        (engine, sums[2].request(0, &own[0])),
+        (&ranks.engines[1], default(&sums[2], 1)),
+    ])
+    .unwrap();
     finish(&own);
     sums.iter().for_each(|sum| sum.check("streams and default stream"));
 }
