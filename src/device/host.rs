@@ -10,8 +10,6 @@ mod capture;
 mod graph;
 mod scheduler;
 mod stream;
-#[cfg(test)]
-mod tests;
 
 pub use graph::{Executable, Graph};
 pub use scheduler::Scheduler;
@@ -257,13 +255,19 @@ struct Arguments(*const u8);
 // SAFETY: nobody writes to what lies there while the launch runs.
 unsafe impl Sync for Arguments {}
 
+impl Arguments {
+    fn address(self) -> *const c_void {
+        self.0.cast()
+    }
+}
+
 /// All blocks of a launch at once. `workers` has one for each block but the first; `arguments` is the kernel's work
 /// struct (Launch's contract) and stands until this returns.
 fn run_blocks(workers: &[Worker], arguments: *const u8, blocks: u32, kernel: HostKernel) {
     let arguments = Arguments(arguments);
     let block = |index: u32| {
         // SAFETY: by the contract above.
-        move || unsafe { kernel({ arguments }.0.cast(), index, blocks) }
+        move || unsafe { kernel(arguments.address(), index, blocks) }
     };
     match blocks {
         1 => block(0)(),
@@ -424,3 +428,6 @@ impl Device for HostDevice {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

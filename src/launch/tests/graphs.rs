@@ -291,6 +291,30 @@ fn each_capture_keeps_the_memory_once_and_while_anything_of_it_can_run() {
     await_counts(&memories, 1);
 }
 
+/// The end of a capture is not seen, so that only so many are remembered; an operation in an older one is taken for the
+/// first of a new one, which keeps the memory once more.
+#[test]
+fn the_seventeenth_open_capture_makes_the_first_forgotten() {
+    let scheduler = Scheduler::new(1).unwrap();
+    let ranks = ranks(2, Algorithm::Ring, 1);
+    let memories = memories(&ranks);
+    let sums = sums::<1>(&ranks, 1);
+    let origins: Vec<Stream> = (0..17).map(|_| scheduler.stream()).collect();
+    origins.iter().for_each(|origin| origin.begin_capture().unwrap());
+    let mut expected = 1;
+    let turns = [(0..16, 16), (0..16, 0), (16..17, 1), (16..17, 0), (0..1, 1)];
+    for (captures, kept) in turns {
+        for origin in &origins[captures.clone()] {
+            call(&ranks, 0, &sums[0], origin).unwrap();
+        }
+        expected += kept;
+        assert_eq!(counts(&memories)[0], expected, "captures {captures:?}");
+    }
+    let graphs: Vec<_> = origins.iter().map(|origin| origin.end_capture().unwrap()).collect();
+    drop(graphs);
+    assert_eq!(counts(&memories), [1, 1]);
+}
+
 #[track_caller]
 fn refused(result: Result<()>, words: &str) {
     let error = result.expect_err("refused");
