@@ -1,9 +1,11 @@
-//! The program that runs under the sanitizers: 8 ranks as threads, every algorithm and path, aborts in between.
+//! The program that runs under the sanitizers: 8 ranks as threads, every algorithm and path, on the callers' threads and
+//! on streams, with graphs that outlive their communicators and aborts in mid-operation.
 //!
 //! It has no test harness, whose locks the sanitizers do not see, and counts for itself.
 
 use nccl::abi::exports as api;
-use nccl::abi::types::ncclUniqueId;
+use nccl::abi::types::{ncclComm_t, ncclUniqueId};
+use nccl::device::host::{Executable, Scheduler, Stream};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::thread;
@@ -48,6 +50,82 @@ fn reduce(counts: &'static [usize]) -> usize {
         .sum()
 }
 
+/// Two ranks in threads, with their communicators.
+fn pair<R: Send + 'static>(body: fn(usize, ncclComm_t, Stream) -> R, scheduler: &Scheduler) -> Vec<R> {
+    let id = unique_id();
+    let rank = move |rank: usize, stream: Stream| {
+        let mut comm = null_mut();
+        // SAFETY: comm is a writable handle.
+        assert_eq!(unsafe { api::ncclCommInitRank(&mut comm, 2, id, rank as i32) }, 0);
+        body(rank, comm, stream)
+    };
+    let threads: Vec<_> = (0..2)
+        .map(|number| (number, scheduler.stream()))
+        .map(|(number, stream)| thread::spawn(move || rank(number, stream)))
+        .collect();
+    let ended = threads
+        .into_iter()
+        .map(|thread| thread.join().expect("a rank's thread"));
+    ended.collect()
+}
+
+/// In place on a stream; whether the call was taken.
+fn add_up(data: &mut [f32], comm: ncclComm_t, stream: &Stream) -> bool {
+    let buffer = data.as_mut_ptr().cast::<c_void>();
+    // SAFETY: the caller keeps the data and leaves it alone until the stream is done.
+    unsafe { api::ncclAllReduce(buffer, buffer, data.len(), FLOAT, SUM, comm, stream.handle().cast()) == 0 }
+}
+
+/// Eager operations and replays of a graph, which is replayed once more when its communicator is gone.
+fn graphs(seed: u64) -> bool {
+    let scheduler = Scheduler::new(seed).expect("a scheduler");
+    let captured = |_: usize, comm: ncclComm_t, stream: Stream| -> (bool, Stream, Executable, Vec<f32>) {
+        let mut data = vec![1.0f32; 3000];
+        stream.begin_capture().expect("a capture");
+        let mut taken = add_up(&mut data, comm, &stream) && add_up(&mut data, comm, &stream);
+        let graph = stream.end_capture().expect("a graph").instantiate();
+        for _ in 0..2 {
+            taken &= add_up(&mut data, comm, &stream);
+            stream.launch(&graph).expect("launched");
+        }
+        stream.synchronize().expect("done");
+        let right = data.iter().all(|element| *element == 64.0);
+        // SAFETY: a live handle.
+        let ended = unsafe { api::ncclCommDestroy(comm) } == 0;
+        (taken && right && ended, stream, graph, data)
+    };
+    let ranks = pair(captured, &scheduler);
+    for (_, stream, graph, _) in &ranks {
+        stream.launch(graph).expect("launched");
+    }
+    ranks
+        .iter()
+        .all(|(right, stream, ..)| *right && stream.synchronize().is_ok())
+}
+
+/// Rank 0 is aborted by another thread while its stream runs an operation and holds more.
+fn abort(seed: u64) -> bool {
+    let scheduler = Scheduler::new(seed).expect("a scheduler");
+    let aborted = |rank: usize, comm: ncclComm_t, stream: Stream| {
+        let mut data = vec![1.0f32; 3000];
+        let handle = comm.addr();
+        // The peer may come too late to be taken.
+        let taken = add_up(&mut data, comm, &stream);
+        if rank == 0 {
+            assert!(taken && add_up(&mut data, comm, &stream) && add_up(&mut data, comm, &stream));
+            let other = move || {
+                // SAFETY: a live handle.
+                unsafe { api::ncclCommAbort(std::ptr::without_provenance_mut(handle)) }
+            };
+            assert_eq!(thread::spawn(other).join().expect("the other thread"), 0);
+        }
+        stream.synchronize().expect("done");
+        // SAFETY: a live handle.
+        rank == 0 || unsafe { api::ncclCommDestroy(comm) } == 0
+    };
+    pair(aborted, &scheduler).into_iter().all(|ended| ended)
+}
+
 /// A communicator on a GPU, asked of a library that was built without device code.
 fn says_host_only() -> bool {
     let (mut comm, id) = (null_mut(), unique_id());
@@ -78,6 +156,9 @@ fn main() {
     check("two-shot alone", reduce(&[1, 10, 1000, 20_000]) == 0);
     std::env::set_var("NCCL_ALGO", "OneShot");
     check("one-shot alone", reduce(&[1, 10, 1000, 16_000]) == 0);
+    std::env::remove_var("NCCL_ALGO");
+    check("graphs that outlive a communicator", (0..4).all(graphs));
+    check("aborts in mid-operation", (0..4).all(abort));
     if cfg!(feature = "host-only") {
         std::env::set_var("OSSICLE_DEVICE", "cuda");
         check("a library without device code says so", says_host_only());

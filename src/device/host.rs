@@ -1,21 +1,33 @@
 //! The host device: ranks whose memory is host memory and whose kernels are host code.
 //!
 //! It runs the kernels of `cuda/`, compiled by the host C++ compiler, a block being a thread. So a machine without a
-//! GPU runs the library as it is: the first run, the tests, the sanitizers. There is one stream, the default one, and
-//! a launch returns when it is done, as MPI's calls do. Every communicator has a device object with threads of its
-//! own, which exist only once a launch needs more than the caller's thread.
+//! GPU runs the library as it is: the first run, the tests, the sanitizers. In the default stream, the only one of a C
+//! caller, a launch returns when it is done, as MPI's calls do. Every communicator has a device object with threads of
+//! its own, which exist only once a launch needs more than the caller's thread. Rust callers of this crate, its tests
+//! above all, can make streams that are queues as on a GPU, with events and graphs (`Scheduler`).
 
-use super::{Device, DeviceKind, Kernel, Launch, Memory, Placement, StreamKey};
+mod capture;
+mod graph;
+mod scheduler;
+mod stream;
+
+pub use graph::{Executable, Graph};
+pub use scheduler::Scheduler;
+pub use stream::{Event, Stream};
+
+use super::{Device, DeviceKind, Kernel, Launch, Mark, Memory, Placement, StreamKey, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
 use crate::sys::condvar::Condvar;
 use once_cell::sync::Lazy;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
+use scheduler::Task;
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use stream::Moment;
 
 /// Ordinals that `ncclCommInitAll` may name on the host device.
 pub const DEVICES: i32 = 64;
@@ -88,6 +100,8 @@ fn together<'a, F: Fn() + Sync>(workers: impl Iterator<Item = &'a Worker>, closu
 enum Order {
     Idle,
     Run(Job),
+    /// Work that nobody waits for here.
+    Own(Box<dyn FnOnce() + Send>),
     Exit,
 }
 
@@ -116,6 +130,11 @@ impl Worker {
         })
     }
 
+    /// Only for a worker that is idle, or at the end of its own last work.
+    fn run(&self, work: impl FnOnce() + Send + 'static) {
+        self.order(Order::Own(Box::new(work)));
+    }
+
     fn order(&self, order: Order) {
         let mut current = self.mailbox.order.lock();
         *current = order;
@@ -138,11 +157,9 @@ fn work(mailbox: &Mailbox) {
         let job = {
             let mut order = mailbox.order.lock();
             loop {
-                match *order {
-                    Order::Run(job) => {
-                        *order = Order::Idle;
-                        break job;
-                    }
+                match std::mem::replace(&mut *order, Order::Idle) {
+                    Order::Run(job) => break job,
+                    Order::Own(work) => MutexGuard::unlocked(&mut order, work),
                     Order::Exit => return,
                     Order::Idle => mailbox.changed.wait(&mut order),
                 }
@@ -164,6 +181,8 @@ pub struct HostDevice {
     ordinal: i32,
     uuid: [u8; 16],
     workers: Mutex<Vec<Worker>>,
+    /// Marks that are lent, by their numbers.
+    marks: Mutex<HashMap<usize, Arc<Moment>>>,
 }
 
 pub fn open(ordinal: i32) -> Arc<dyn Device> {
@@ -176,6 +195,7 @@ pub fn open(ordinal: i32) -> Arc<dyn Device> {
         ordinal,
         uuid,
         workers: Mutex::new(Vec::new()),
+        marks: Mutex::default(),
     })
 }
 
@@ -213,7 +233,7 @@ pub fn launch(sequences: &[Vec<Launch>]) -> Result<()> {
             move || {
                 launches
                     .clone()
-                    .for_each(|(launch, kernel)| run_blocks(blocks, launch, *kernel))
+                    .for_each(|(launch, kernel)| run_blocks(blocks, launch.arguments.as_ptr(), launch.blocks, *kernel))
             }
         })
         .collect();
@@ -224,20 +244,34 @@ pub fn launch(sequences: &[Vec<Launch>]) -> Result<()> {
 /// One launch of one communicator of one block: the usual case of a rank with a thread of its own, which needs nothing
 /// but that thread.
 pub fn launch_alone(launch: &Launch) -> Result<()> {
-    run_blocks(&[], launch, kernel(launch.kernel)?);
+    run_blocks(&[], launch.arguments.as_ptr(), launch.blocks, kernel(launch.kernel)?);
     Ok(())
 }
 
-/// All blocks of a launch at once. `workers` has one for each block but the first.
-fn run_blocks(workers: &[Worker], launch: &Launch, kernel: HostKernel) {
-    let arguments = launch.arguments;
+/// A work struct for all blocks of a launch, which read it.
+#[derive(Clone, Copy)]
+struct Arguments(*const u8);
+
+// SAFETY: nobody writes to what lies there while the launch runs.
+unsafe impl Sync for Arguments {}
+
+impl Arguments {
+    fn address(self) -> *const c_void {
+        self.0.cast()
+    }
+}
+
+/// All blocks of a launch at once. `workers` has one for each block but the first; `arguments` is the kernel's work
+/// struct (Launch's contract) and stands until this returns.
+fn run_blocks(workers: &[Worker], arguments: *const u8, blocks: u32, kernel: HostKernel) {
+    let arguments = Arguments(arguments);
     let block = |index: u32| {
-        // SAFETY: `arguments` is this kernel's work struct (Launch's contract) and stands until the launch returns.
-        move || unsafe { kernel(arguments.as_ptr().cast(), index, launch.blocks) }
+        // SAFETY: by the contract above.
+        move || unsafe { kernel(arguments.address(), index, blocks) }
     };
-    match launch.blocks {
+    match blocks {
         1 => block(0)(),
-        blocks => together(workers.iter(), &(0..blocks).map(block).collect::<Vec<_>>()),
+        _ => together(workers.iter(), &(0..blocks).map(block).collect::<Vec<_>>()),
     }
 }
 
@@ -248,9 +282,6 @@ fn kernel(kernel: Kernel) -> Result<HostKernel> {
     // SAFETY: the table is a constant of the host build with one entry for each kernel.
     Ok(unsafe { ossicle_host_kernels[index] })
 }
-
-/// The default stream's handles: NULL, cudaStreamLegacy, cudaStreamPerThread.
-const LAST_DEFAULT_STREAM: usize = 2;
 
 /// Mappings that `ncclMemAlloc` gave out: address and bytes.
 static USER_MEMORY: Lazy<Mutex<HashMap<usize, usize>>> = Lazy::new(|| Mutex::new(HashMap::new()));
@@ -274,6 +305,13 @@ fn map(bytes: usize) -> Result<*mut u8> {
 fn unmap(address: *mut u8, bytes: usize) {
     // SAFETY: only called with what `map` returned, once, when its owner gives it up. It cannot fail for such a range.
     let _ = unsafe { rustix::mm::munmap(address.cast(), bytes) };
+}
+
+impl HostDevice {
+    fn moment(&self, mark: Mark) -> Result<Arc<Moment>> {
+        let found = self.marks.lock().get(&mark.0).cloned();
+        found.ok_or_else(|| Error::internal(format!("the host device did not give {mark:?}")))
+    }
 }
 
 impl Device for HostDevice {
@@ -321,19 +359,55 @@ impl Device for HostDevice {
     }
 
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
-        match stream as usize {
-            handle @ 0..=LAST_DEFAULT_STREAM => Ok(StreamKey {
-                stream: handle as u64,
+        if stream::is_default(stream) {
+            return Ok(StreamKey {
+                stream: CALLERS_THREAD_KEY,
                 capture: None,
-            }),
-            _ => Err(Error::argument(format!(
-                "stream is {stream:p}; the host device has the default stream only: pass NULL, or set OSSICLE_DEVICE=cuda"
-            ))),
+            });
         }
+        let (scheduler, number) = stream::find(stream)?;
+        scheduler.key(number)
     }
 
-    fn order_streams(&self, _last: *mut c_void, _next: *mut c_void) -> Result<()> {
-        Ok(())
+    fn enqueue(&self, launch: &Launch) -> Result<()> {
+        let (scheduler, number) = stream::find(launch.stream)?;
+        let task = Task::kernel(kernel(launch.kernel)?, launch.blocks, launch.arguments);
+        scheduler.enqueue(number, task)
+    }
+
+    fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
+        let (scheduler, number) = stream::find(last)?;
+        let moment = scheduler.record(number)?;
+        let (scheduler, number) = stream::find(next)?;
+        scheduler.wait(number, &moment)
+    }
+
+    fn mark(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark> {
+        /// Marks of all devices, so that one is not taken for another's.
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        let (scheduler, number) = stream::find(stream)?;
+        let moment = scheduler.record(number)?;
+        let mark = mark.unwrap_or_else(|| Mark(NEXT.fetch_add(1, Ordering::Relaxed)));
+        self.marks.lock().insert(mark.0, moment);
+        Ok(mark)
+    }
+
+    fn reached(&self, mark: Mark) -> Result<bool> {
+        self.moment(mark)?.is_reached()
+    }
+
+    fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()> {
+        let (scheduler, number) = stream::find(next)?;
+        scheduler.wait(number, &self.moment(mark)?)
+    }
+
+    fn unmark(&self, mark: Mark) {
+        self.marks.lock().remove(&mark.0);
+    }
+
+    fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        let (scheduler, number) = stream::find(stream)?;
+        scheduler.keep(number, kept)
     }
 
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void> {
@@ -354,3 +428,6 @@ impl Device for HostDevice {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

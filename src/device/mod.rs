@@ -195,6 +195,11 @@ pub struct Mark(pub usize);
 /// 0, this one's too.
 pub const LEGACY_STREAM_KEY: u64 = u64::MAX >> 8;
 
+/// `StreamKey::stream` of the host device's default stream: work there runs on the calling thread and is done when the
+/// call returns, so that nothing waits behind it. It is no queue, and none of what works on queues takes it: `enqueue`,
+/// `order_streams`, marks.
+pub const CALLERS_THREAD_KEY: u64 = LEGACY_STREAM_KEY - 1;
+
 /// Whether work in one of two streams of one device waits for work that was put into the other before.
 pub fn streams_conflict(a: u64, b: u64) -> bool {
     let waits_for_legacy = |key: u64| key & 1 == 1;
@@ -244,27 +249,20 @@ pub trait Device: Any + Send + Sync {
     fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()>;
     /// Refuses a handle that is not a stream of this device, and one whose capture is broken.
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey>;
+    /// Puts a kernel behind the work of its stream.
+    fn enqueue(&self, launch: &Launch) -> Result<()>;
     /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`, and both are in one
     /// capture or in none: a wait for captured work would draw the stream that waits into the capture.
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()>;
     /// Puts a mark behind all work that is now in `stream`, which is in no capture: `mark` anew, or else a fresh one.
-    /// The host device, whose work is done when a call returns, needs none.
-    fn mark(&self, mark: Option<Mark>, _stream: *mut c_void) -> Result<Mark> {
-        Ok(mark.unwrap_or(Mark(0)))
-    }
+    fn mark(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark>;
     /// Whether the work before the mark is done.
-    fn reached(&self, _mark: Mark) -> Result<bool> {
-        Ok(true)
-    }
+    fn reached(&self, mark: Mark) -> Result<bool>;
     /// Makes `next` wait for the mark. The marked stream need not exist any more.
-    fn wait_for_mark(&self, _mark: Mark, _next: *mut c_void) -> Result<()> {
-        Ok(())
-    }
-    fn unmark(&self, _mark: Mark) {}
+    fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()>;
+    fn unmark(&self, mark: Mark);
     /// Keeps `kept` for as long as the graph that `stream` is captured into, or anything made of it, can run.
-    fn keep_for_graph(&self, _stream: *mut c_void, _kept: Arc<dyn Any + Send + Sync>) -> Result<()> {
-        Err(Error::internal("this device has no graphs"))
-    }
+    fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()>;
     /// The device still answers: an error that a kernel or the driver left makes every later call fail.
     fn health(&self) -> Result<()> {
         Ok(())

@@ -3,13 +3,13 @@
 //! Each rank's kernel waits for the others'. Behind each other on one stream the second would never start; until ranks
 //! on one stream are fused into one launch, such a call is refused with both ranks named.
 
-use crate::device::{streams_conflict, Device, DeviceKind};
+use crate::device::{streams_conflict, Device, DeviceKind, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
 use crate::launch::layout::MAX_RANKS;
 use crate::sys::process_local::ProcessLocal;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 /// So many of a rank's latest launches are remembered; a rank that is further ahead of another is not checked.
@@ -20,6 +20,8 @@ const REMEMBERED: usize = 16;
 pub(super) struct Clique {
     launches: [AtomicU64; MAX_RANKS],
     streams: [[AtomicU64; REMEMBERED]; MAX_RANKS],
+    /// Whether any launch went to a queue. Until then nothing is noted of those on callers' threads.
+    queued: AtomicBool,
 }
 
 /// A stream is remembered as its key with its device's ordinal below.
@@ -29,6 +31,14 @@ const ORDINAL_MASK: u64 = (1 << ORDINAL_BITS) - 1;
 /// Streams of different devices never queue behind each other, and keys are unique within a device only.
 fn conflict(a: u64, b: u64) -> bool {
     a & ORDINAL_MASK == b & ORDINAL_MASK && streams_conflict(a >> ORDINAL_BITS, b >> ORDINAL_BITS)
+}
+
+/// Whose streams a device's are: every GPU has its own, host devices share those of the process.
+pub(super) fn streams_of(device: &dyn Device) -> i32 {
+    match device.kind() {
+        DeviceKind::Host => 0,
+        DeviceKind::Cuda => device.ordinal(),
+    }
 }
 
 pub(super) fn one_stream(first: u32, second: u32) -> Error {
@@ -54,13 +64,18 @@ impl Clique {
     /// same or a later one there: that waits for this, which would wait behind it. One of two that come at once sees
     /// the other.
     pub(super) fn enter(&self, rank: u32, device: &dyn Device, key: u64, number: u64) -> Result<()> {
-        if device.kind() == DeviceKind::Host {
+        let here = key == CALLERS_THREAD_KEY;
+        if here && !self.queued.load(Ordering::Relaxed) {
             return Ok(());
         }
         let mine = rank as usize;
-        let stream = key << ORDINAL_BITS | (device.ordinal() as u64 & ORDINAL_MASK);
+        let stream = key << ORDINAL_BITS | (streams_of(device) as u64 & ORDINAL_MASK);
         self.streams[mine][number as usize % REMEMBERED].store(stream, Ordering::SeqCst);
         self.launches[mine].store(number + 1, Ordering::SeqCst);
+        if here {
+            return Ok(());
+        }
+        self.queued.store(true, Ordering::Relaxed);
         for other in (0..MAX_RANKS).filter(|other| *other != mine) {
             let ahead = self.launches[other].load(Ordering::SeqCst);
             let remembered = ahead.saturating_sub(REMEMBERED as u64).max(number)..ahead;

@@ -15,7 +15,7 @@ mod tests;
 
 pub use connect::introduction;
 
-use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey};
+use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Algorithm, Call, Choice, Profile};
@@ -90,6 +90,10 @@ enum Arguments {
 unsafe impl Send for Work {}
 
 impl Work {
+    fn on_callers_thread(&self) -> bool {
+        self.stream_key.stream == CALLERS_THREAD_KEY
+    }
+
     fn arguments(&self) -> &[u8] {
         let (address, bytes) = match &self.arguments {
             Arguments::Program(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<ProgramWork>()),
@@ -350,9 +354,9 @@ impl Engine {
         self.clique.leave(self.rank, self.launched.load(Ordering::Relaxed));
     }
 
-    /// After a launch on the host device: whether the operation was stopped.
+    /// After a launch on the caller's thread: whether the operation was stopped.
     fn outcome(&self) -> Result<()> {
-        if self.device.kind() == DeviceKind::Host && self.stopped() {
+        if self.stopped() {
             return Err(Error::remote(format!(
                 "rank {}: the operation was stopped before it was complete, by ncclCommAbort or by the loss of a rank",
                 self.rank
@@ -385,6 +389,7 @@ pub type Part<'a> = (&'a Engine, &'a [Work]);
 
 /// Checks a batch against what the ranks of this process have launched. After a refusal nothing has changed.
 pub fn admit(batch: &[Part]) -> Result<()> {
+    order::check_streams(batch)?;
     order::check_captures(batch)?;
     batch.iter().try_for_each(|(engine, works)| engine.check_order(works))?;
     for (index, (engine, works)) in batch.iter().enumerate() {
@@ -396,13 +401,41 @@ pub fn admit(batch: &[Part]) -> Result<()> {
     Ok(())
 }
 
-/// Launches an admitted batch; the parts belong to different communicators or ranks. On CUDA the ranks of one
-/// communicator are launched side by side, operation by operation, since their kernels wait for each other. The host
-/// device returns when all are done, with an error if a rank was stopped before its operation was complete.
+/// Launches an admitted batch; the parts belong to different communicators or ranks. What goes to streams that are
+/// queues is put there, and the call returns. On the host device's default stream the call returns when all are done,
+/// with an error if a rank was stopped before its operation was complete.
 pub fn launch(batch: &[Part]) -> Result<()> {
+    match batch {
+        // A rank with a thread of its own.
+        [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
+            device::host::launch_alone(&launch_of(engine, work))?
+        }
+        _ => {
+            enqueue(batch)?;
+            let here = batch.iter().filter(|part| on_callers_thread(part));
+            let sequences: Vec<Vec<Launch>> = here.map(|(engine, works)| launches_of(engine, works)).collect();
+            if sequences.is_empty() {
+                return Ok(());
+            }
+            device::host::launch(&sequences)?
+        }
+    }
+    let mut here = batch.iter().filter(|part| on_callers_thread(part));
+    here.try_for_each(|(engine, works)| {
+        engine.launched.fetch_add(works.len() as u64, Ordering::Release);
+        engine.outcome()
+    })
+}
+
+/// The ranks of one communicator are launched side by side, operation by operation, since their kernels wait for each
+/// other.
+fn enqueue(batch: &[Part]) -> Result<()> {
     for (index, (first, _)) in batch.iter().enumerate() {
-        let of_first = |(engine, _): &&Part| Arc::ptr_eq(&engine.clique, &first.clique);
-        if first.device.kind() == DeviceKind::Host || batch[..index].iter().any(|part| of_first(&part)) {
+        let of_first = |part: &&Part| Arc::ptr_eq(&part.0.clique, &first.clique) && !on_callers_thread(part);
+        if batch[..index]
+            .iter()
+            .any(|(other, _)| Arc::ptr_eq(&other.clique, &first.clique))
+        {
             continue;
         }
         let most = batch
@@ -415,31 +448,18 @@ pub fn launch(batch: &[Part]) -> Result<()> {
             for (engine, works) in batch.iter().filter(of_first) {
                 if let Some(work) = works.get(round) {
                     engine.before_launch(work)?;
-                    device::cuda::launch(&launch_of(engine, work))?;
+                    engine.device.enqueue(&launch_of(engine, work))?;
                     engine.after_launch(work)?;
                 }
             }
         }
     }
-    let hosts = || {
-        batch
-            .iter()
-            .filter(|(engine, _)| engine.device.kind() == DeviceKind::Host)
-    };
-    match batch {
-        [(engine, [work])] if hosts().next().is_some() && work.choice.blocks == 1 => {
-            device::host::launch_alone(&launch_of(engine, work))?
-        }
-        _ if hosts().next().is_none() => return Ok(()),
-        _ => {
-            let sequences: Vec<Vec<Launch>> = hosts().map(|(engine, works)| launches_of(engine, works)).collect();
-            device::host::launch(&sequences)?
-        }
-    }
-    hosts().try_for_each(|(engine, works)| {
-        engine.launched.fetch_add(works.len() as u64, Ordering::Release);
-        engine.outcome()
-    })
+    Ok(())
+}
+
+/// Works of one part are all on the caller's thread or all in streams that are queues (`order::check_streams`).
+fn on_callers_thread((_, works): &Part) -> bool {
+    works.first().is_some_and(Work::on_callers_thread)
 }
 
 fn launches_of<'a>(engine: &'a Engine, works: &'a [Work]) -> Vec<Launch<'a>> {

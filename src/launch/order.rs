@@ -58,17 +58,28 @@ impl Engine {
     }
 
     /// Refuses eager work that could not be ordered behind this rank's last: nothing can wait for a stream that has
-    /// come under capture since.
+    /// come under capture since, and the caller's own thread waits for no stream.
     pub(super) fn check_order(&self, works: &[Work]) -> Result<()> {
         let order = self.order.lock();
-        let (Some(first), Some((stream, handle)), None) = (works.first(), order.eager, order.mark) else {
+        let (Some(first), Some((stream, handle))) = (works.first(), order.eager) else {
             return Ok(());
         };
+        // A stream can wait for the mark whatever has become of the one that it was put into.
+        if order.mark.is_some() && !first.on_callers_thread() {
+            return Ok(());
+        }
         let StreamKey { stream: next, capture } = first.stream_key;
         if capture.is_some() || next == stream || self.is_idle(&order)? {
             return Ok(());
         }
         let last = handle as *mut c_void;
+        if first.on_callers_thread() {
+            return Err(Error::usage(format!(
+                "rank {}: the operation before this one still runs in stream {last:p}: synchronise that before an operation \
+                 on the default stream",
+                self.rank
+            )));
+        }
         match self.device.check_stream(last)?.capture {
             None => Ok(()),
             Some(_) => Err(Error::usage(format!(
@@ -138,6 +149,26 @@ impl Engine {
     }
 }
 
+/// Works of one rank in one group run on the caller's thread or go to streams, which run beside it.
+pub(super) fn check_streams(batch: &[Part]) -> Result<()> {
+    for (engine, works) in batch {
+        let Some((first, others)) = works.split_first() else {
+            continue;
+        };
+        if others
+            .iter()
+            .any(|work| work.on_callers_thread() != first.on_callers_thread())
+        {
+            return Err(Error::usage(format!(
+                "rank {}: some operations of one group are on the default stream of the host device and some are not: give all \
+                 of them streams, or none",
+                engine.rank
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// What one group may capture: all works of a rank into one graph or none, and all ranks of a communicator or none. Two
 /// ranks of one communicator in one stream are refused as when eager.
 pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
@@ -163,7 +194,9 @@ pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
                 )));
             }
             let same = |work: &Work| theirs.iter().any(|their| their.stream_key == work.stream_key);
-            if capture.is_some() && engine.device.ordinal() == other.device.ordinal() && works.iter().any(same) {
+            let one_device =
+                super::clique::streams_of(engine.device.as_ref()) == super::clique::streams_of(other.device.as_ref());
+            if capture.is_some() && one_device && works.iter().any(same) {
                 return Err(super::clique::one_stream(other.rank, engine.rank));
             }
         }
@@ -174,7 +207,7 @@ pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{host, Device, DeviceKind, Memory, Placement};
+    use crate::device::{host, Device, DeviceKind, Launch, Memory, Placement};
     use crate::error::Code;
     use crate::launch::{admit, running, tests, Algorithm, KernelMemory, Stop};
     use crate::request::{Collective, DataType, ReduceOp, Request};
@@ -241,6 +274,9 @@ mod tests {
                 capture: self.captures.lock().get(&(stream as usize)).copied(),
             })
         }
+        fn enqueue(&self, _launch: &Launch) -> Result<()> {
+            Ok(())
+        }
         fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
             self.note(format!("{} -> {}", last as usize, next as usize));
             Ok(())
@@ -294,11 +330,9 @@ mod tests {
         engine.prepare(&request).expect("accepted").expect("work")
     }
 
-    /// What a launch on CUDA does besides the launch itself.
     fn launch(engine: &Engine, stream: usize) {
         let work = work(engine, stream);
-        engine.before_launch(&work).expect("ordered");
-        engine.after_launch(&work).expect("noted");
+        crate::launch::launch(&[(engine, &[work])]).expect("launched");
     }
 
     fn all_left(engine: &Engine, left: u64) {

@@ -10,8 +10,12 @@ use crate::transport::{Inbox, Path};
 use half::{bf16, f16};
 use oracle::{Element, Order, Patterns};
 
+mod graphs;
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;
+mod random;
+mod rig;
+mod streams;
 
 pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
     Profile {

@@ -6,6 +6,7 @@
 mod forks;
 mod processes;
 mod ranks;
+mod streams;
 mod waits;
 
 use nccl::abi::config::Config;

@@ -104,16 +104,6 @@ pub fn open(ordinal: Option<i32>) -> Result<Arc<dyn Device>> {
     Ok(device.clone())
 }
 
-pub fn launch(launch: &Launch) -> Result<()> {
-    let ordinal = launch.device.ordinal();
-    let device = usize::try_from(ordinal)
-        .ok()
-        .and_then(|ordinal| OPENED.get(ordinal)?.get());
-    device
-        .ok_or_else(|| Error::internal(format!("a launch on GPU {ordinal}, which was not opened")))?
-        .launch(launch)
-}
-
 fn opened() -> impl Iterator<Item = &'static CudaDevice> {
     OPENED.iter().filter_map(|slot| Some(slot.get()?.as_ref()))
 }
@@ -483,6 +473,10 @@ impl Device for CudaDevice {
 
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
         self.stream_key(stream)
+    }
+
+    fn enqueue(&self, launch: &Launch) -> Result<()> {
+        self.launch(launch)
     }
 
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
