@@ -1,5 +1,6 @@
 //! Making an engine: what ranks tell each other, the checks on it, inboxes, links, templates.
 
+use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, Link, OneShotWork, ProgramWork, State, Step, MAX_LINKS, MAX_RANKS, MAX_STEPS};
 use super::settings::{self, Settings};
@@ -31,6 +32,8 @@ struct RankInfo {
     shares_gpu: bool,
     reach: Reach,
     settings: Settings,
+    /// Random; rank 0's names the communicator.
+    token: u64,
 }
 
 /// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
@@ -48,6 +51,8 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
     settings::wait_bound()?;
     let (p2p, shm) = settings::paths();
     let host = HostIdentity::of_this_process()?;
+    let mut token = [0; 8];
+    getrandom::fill(&mut token).map_err(|error| Error::system(format!("no random numbers: {error}")))?;
     Ok(RankInfo {
         place: format!("{}:{}", host.name, std::process::id()),
         host,
@@ -57,6 +62,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
         shares_gpu: switch("NCCL_MULTI_RANK_GPU_ENABLE", false),
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
+        token: u64::from_ne_bytes(token),
     })
 }
 
@@ -75,11 +81,9 @@ fn parse(payloads: &[Vec<u8>]) -> Result<Vec<RankInfo>> {
     payloads.iter().enumerate().map(one).collect()
 }
 
-/// Contradictions between ranks; every rank sees the same table and comes to the same answer. Returns how many ranks
-/// share the fullest GPU.
-fn check(ranks: &[RankInfo]) -> Result<u32> {
+/// Contradictions between ranks; every rank sees the same table and comes to the same answer.
+fn check(ranks: &[RankInfo]) -> Result<()> {
     let first = &ranks[0];
-    let mut fullest = 1;
     for (rank, info) in ranks.iter().enumerate() {
         if info.host.digest != first.host.digest {
             return Err(Error::usage(format!(
@@ -94,19 +98,47 @@ fn check(ranks: &[RankInfo]) -> Result<u32> {
                 first.place, first.device, info.place, info.device
             )));
         }
-        let same: Vec<usize> = (0..rank)
-            .filter(|other| info.cuda && ranks[*other].uuid == info.uuid)
-            .collect();
-        if let Some(other) = same.first().filter(|_| !info.shares_gpu || !ranks[same[0]].shares_gpu) {
+        let same = (0..rank).find(|other| info.cuda && ranks[*other].uuid == info.uuid);
+        if let Some(other) = same.filter(|other| !info.shares_gpu || !ranks[*other].shares_gpu) {
             return Err(Error::usage(format!(
                 "ranks {other} ({}) and {rank} ({}) both use {}: give each rank a GPU of its own, or set \
                  NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks",
-                ranks[*other].place, info.place, info.device
+                ranks[other].place, info.place, info.device
             )));
         }
-        fullest = fullest.max(same.len() as u32 + 1);
     }
-    Ok(fullest)
+    Ok(())
+}
+
+/// What all ranks plan with, and the hold on the blocks that this rank's kernels may have of its GPU. Only kernels that
+/// wait for others need one: not a rank alone.
+fn budget(
+    device: &dyn Device,
+    session: &Session,
+    rank: u32,
+    ranks: &[RankInfo],
+    timeout: Duration,
+    cancel: &Cancel,
+) -> Result<(Profile, Option<Reservation>)> {
+    let (own, settings) = (&ranks[rank as usize], &ranks[0].settings);
+    let profile = |blocks| settings.profile(ranks.len() as u32, blocks);
+    let capacity = plan::budget::capacity(device.multiprocessors());
+    if !own.cuda || ranks.len() == 1 {
+        return Ok((profile(capacity), None));
+    }
+    let claim = Claim {
+        page: Page::of_this_user(own.uuid),
+        device: own.device.clone(),
+        capacity,
+        communicator: ranks[0].token,
+        rank,
+        sharing: ranks.iter().filter(|info| info.uuid == own.uuid).count() as u32,
+        overcommit: settings.overcommit,
+    };
+    let used = |blocks| profile(blocks).most_blocks();
+    let exchange = |offer| session.all_gather(offer, timeout, cancel);
+    let (blocks, reservation) = claim.agree(&used, &exchange)?;
+    Ok((profile(blocks), Some(reservation)))
 }
 
 impl Engine {
@@ -121,8 +153,8 @@ impl Engine {
         cancel: &Cancel,
     ) -> Result<Engine> {
         let ranks = parse(payloads)?;
-        let sharing = check(&ranks)?;
-        let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
+        check(&ranks)?;
+        let (profile, reservation) = budget(device.as_ref(), session, rank, &ranks, timeout, cancel)?;
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
         let (path, reason) = transport::choose(&reach)?;
         info!(
@@ -163,15 +195,10 @@ impl Engine {
         let places = ranks.into_iter().map(|info| info.place).collect();
         // The inboxes of all ranks name the communicator as nothing else does.
         let communicator = names.concat();
-        assemble(
-            device,
-            rank,
-            places,
-            profile,
-            &programs,
-            inboxes?,
-            Clique::of(communicator),
-        )
+        let clique = Clique::of(communicator);
+        let mut engine = assemble(device, rank, places, profile, &programs, inboxes?, clique)?;
+        engine.reservation = reservation;
+        Ok(engine)
     }
 }
 
@@ -237,6 +264,7 @@ pub(super) fn assemble(
         order: Mutex::default(),
         launched: AtomicU64::new(0),
         faults_seen: AtomicU64::new(0),
+        reservation: None,
     })
 }
 

@@ -4,6 +4,7 @@
 //! control block. It is made once, when the communicator becomes ready; an operation then costs a plan, a copy of a
 //! template and a launch: no allocation, no lock that another communicator takes, no look-up.
 
+mod budget;
 mod clique;
 mod connect;
 pub mod layout;
@@ -58,6 +59,8 @@ pub struct Engine {
     /// Eager launches.
     launched: AtomicU64,
     faults_seen: AtomicU64,
+    /// The hold on blocks of the GPU. It ends with the engine: replays of graphs that come later leave at once.
+    reservation: Option<budget::Reservation>,
 }
 
 /// What the addresses in the templates point into. Every graph that has a kernel of the engine holds a reference.
@@ -352,8 +355,9 @@ impl Drop for Engine {
             || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
         self.stop(Stop::Abort);
         if let Err(error) = self.synchronize(&late) {
-            crate::warning!("{}: its memory is kept", error.text);
+            crate::warning!("{}: its memory and its blocks of the GPU are kept", error.text);
             std::mem::forget(self.memory.clone());
+            std::mem::forget(self.reservation.take());
         }
         self.give_mark_back();
         device::cuda::drop_released();

@@ -4,6 +4,7 @@
 //! The inputs are the call and one `Profile`, which rank 0 distributes at init; never local timing, pointer alignment
 //! or registration state.
 
+pub mod budget;
 mod choose;
 mod program;
 pub mod progress;
@@ -64,6 +65,14 @@ pub struct Profile {
     /// Blocks and threads of the one-shot kernel at most.
     pub one_shot_blocks: u32,
     pub threads: u32,
+}
+
+impl Profile {
+    /// The most blocks that any kernel of a rank has.
+    pub fn most_blocks(&self) -> u32 {
+        let one_shot = if self.ranks > 1 { self.one_shot_blocks } else { 0 };
+        self.channels.max(one_shot)
+    }
 }
 
 /// What the planner knows of the call.
