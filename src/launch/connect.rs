@@ -222,9 +222,14 @@ pub(super) fn assemble(
     settings
         .park_after_report
         .store(u32::from(fail_when_late), Ordering::Relaxed);
+    for (started, inbox) in settings.started.iter().zip(&inboxes) {
+        started.store(inbox.started(), Ordering::Relaxed);
+    }
+    let started = inboxes[rank as usize].started();
     let program = Box::new(ProgramWork {
         state: state_address,
         control: control_address,
+        started,
         ..program_work(&profile, rank, programs, &inboxes)
     });
     let one_shot = (profile.ranks > 1).then(|| {
@@ -238,6 +243,7 @@ pub(super) fn assemble(
             count: 0,
             state: state_address,
             control: control_address,
+            started,
             rank,
             ranks: profile.ranks,
             lines: profile.lines,
@@ -381,6 +387,7 @@ fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[A
         count: 0,
         state: null_mut(),
         control: null_mut(),
+        started: null_mut(),
         slot_bytes: profile.slot_bytes,
         slots: profile.slots,
         channels: 1,

@@ -2,8 +2,10 @@
 //!
 //! ```text
 //! [ one-shot area: parity, source rank, lines ] [ slots: receive link, channel, slot ]
-//! [ tails: receive link, channel ] [ heads: send link, channel ]
+//! [ tails: receive link, channel ] [ heads: send link, channel ] [ started ]
 //! ```
+//!
+//! The started word is the owner's own, which its peers read: how many operations its kernels have started.
 //!
 //! All ranks have the same geometry, so a peer's addresses follow from its inbox's base.
 
@@ -46,10 +48,12 @@ impl Geometry {
         self.links * self.channels * FLAG_STRIDE * 8
     }
 
+    fn started_at(&self) -> usize {
+        self.area_bytes() + self.links * self.link_bytes() + 2 * self.flags_bytes()
+    }
+
     fn bytes(&self) -> usize {
-        let bytes = self.area_bytes() + self.links * self.link_bytes() + 2 * self.flags_bytes();
-        // A rank alone has no peers that write, and an empty allocation is none.
-        bytes.max(LINE_BYTES)
+        self.started_at() + FLAG_STRIDE * 8
     }
 }
 
@@ -91,6 +95,11 @@ impl PeerInbox {
     /// Channel 0's head of a send link of the owner.
     pub fn head(&self, send_link: usize) -> *mut u64 {
         self.flags(1, send_link)
+    }
+
+    /// How many operations the owner's kernels have started.
+    pub fn started(&self) -> *mut u64 {
+        self.base().wrapping_add(self.geometry.started_at()).cast()
     }
 
     fn flags(&self, table: usize, link: usize) -> *mut u64 {
