@@ -81,7 +81,7 @@ impl Claim {
         let taken = self.page.reserve(holder, &decide)?;
         let mut others = seen.into_inner();
         let held = sum(&others) + taken.as_ref().map_or(0, |taken| u64::from(taken.blocks()));
-        if held > u64::from(self.capacity) {
+        if taken.is_some() && held > u64::from(self.capacity) {
             warning!(
                 "{}: rank {} starts although {held} blocks of the kernels of communicators are held there now and {} fit \
                  (OSSICLE_GPU_OVERCOMMIT=1): kernels that wait for each other may hang",
