@@ -21,6 +21,7 @@ struct FaultRecord {
   uint64_t sequence;
   uint64_t ordinal;
   uint64_t waited_ns;
+  uint64_t peer_started;  // operations that the peer's kernels had started by then
   uint32_t cause;
   uint32_t peer;
   uint32_t channel;
@@ -39,6 +40,8 @@ struct alignas(128) Control {
   // Launches whose last block has left, whether it finished or was stopped; written by kernels.
   uint64_t left;
   FaultRecord fault;
+  // By rank: its started word, see enter. Read only for a report, since it costs a load from host memory.
+  const uint64_t* started[MAX_RANKS];
 };
 
 // What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
@@ -89,6 +92,7 @@ struct ProgramWork {
   uint64_t count;  // elements
   State* state;
   Control* control;
+  uint64_t* started;
   uint64_t slot_bytes;
   uint32_t slots;
   uint32_t channels;
@@ -117,6 +121,7 @@ struct OneShotWork {
   uint64_t count;  // elements
   State* state;
   Control* control;
+  uint64_t* started;
   uint32_t rank;
   uint32_t ranks;
   uint32_t lines;  // lines of one region
@@ -132,6 +137,7 @@ struct TwoShotWork {
   uint64_t count;  // elements
   State* state;
   Control* control;
+  uint64_t* started;
   uint64_t slot_bytes;
   uint32_t rank;
   uint32_t ranks;
@@ -141,11 +147,12 @@ struct TwoShotWork {
   uint64_t* counters[MAX_RANKS];
 };
 
-static_assert(sizeof(FaultRecord) == 48 && sizeof(Control) == 128 && offsetof(Control, fault) == 24, "Control");
+static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
+static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80, "Control");
 static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
-static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
-static_assert(sizeof(OneShotWork) == 56 + MAX_RANKS * 8, "OneShotWork");
-static_assert(sizeof(TwoShotWork) == 64 + 2 * MAX_RANKS * 8, "TwoShotWork");
+static_assert(sizeof(ProgramWork) == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
+static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");
+static_assert(sizeof(TwoShotWork) == 72 + 2 * MAX_RANKS * 8, "TwoShotWork");
 
 }  // namespace ossicle

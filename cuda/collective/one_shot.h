@@ -80,6 +80,7 @@ OSSICLE_DEVICE void one_shot(const Block& block, const OneShotWork& work) {
   T* output = static_cast<T*>(work.output);
   const bool aligned_in = reinterpret_cast<uintptr_t>(input) % LINE_BYTES == 0;
   const bool aligned_out = reinterpret_cast<uintptr_t>(output) % LINE_BYTES == 0;
+  enter(block, work.state, work.started);
   const uint64_t epoch = work.state->ll_epoch;
   const uint32_t flag = line_flag(epoch);
   const uint64_t parity = (epoch & 1) * work.ranks * static_cast<uint64_t>(work.lines);

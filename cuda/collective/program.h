@@ -134,6 +134,7 @@ template <typename T, typename Op> struct Channel {
 template <typename T, template <typename> class OpOf>
 OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
   constexpr uint64_t N = PACK_BYTES / sizeof(T);
+  enter(block, work.state, work.started);
   const bool aligned = (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output) |
                         work.output_stride * sizeof(T)) % PACK_BYTES == 0;
   const uint64_t cuts = work.output_stride ? 1 : work.chunks;

@@ -168,6 +168,7 @@ template <typename T, typename Op> struct TwoShot {
 
 template <typename T, template <typename> class OpOf>
 OSSICLE_DEVICE void two_shot(const Block& block, const TwoShotWork& work) {
+  enter(block, work.state, work.started);
   constexpr uint64_t N = PACK_ELEMENTS<T>;
   const bool aligned =
       (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output)) % PACK_BYTES == 0;

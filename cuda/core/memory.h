@@ -52,6 +52,25 @@ OSSICLE_DEVICE uint32_t load_word(const uint32_t* word) {
 #endif
 }
 
+OSSICLE_DEVICE uint64_t load_word(const uint64_t* word) {
+#if defined(__CUDACC__)
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+#else
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
+#endif
+}
+
+// Tells others a number and nothing else: it orders no other memory, for the compiler neither.
+OSSICLE_DEVICE void store_word(uint64_t* word, uint64_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value));
+#else
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
 OSSICLE_DEVICE Line load_line(const Line* line) {
   Line value;
 #if defined(__CUDACC__)
@@ -104,6 +123,12 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
 #else
   return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 #endif
+}
+
+// The beginning of a block's part in a launch: the first block tells whoever may wait for this rank that the operation
+// has started, by the number of operations that have. Its last thread does it, whose warp is not the one that polls.
+OSSICLE_DEVICE void enter(const Block& block, const State* state, uint64_t* started) {
+  if (block.index == 0 && block.thread == block.threads - 1) store_word(started, state->ordinal + 1);
 }
 
 // A count that only the CPU reads, to give memory back later. A GPU does not fence for it: a release to host memory holds

@@ -80,6 +80,7 @@ struct Wait {
     FaultRecord& fault = control->fault;
     fault.ordinal = ordinal;
     fault.waited_ns = waited_ns;
+    fault.peer_started = load_word(control->started[peer]);
     fault.cause = FAULT_LATE;
     fault.peer = peer;
     fault.channel = channel;

@@ -1,8 +1,8 @@
-//! The bootstrap's descriptors, and what becomes of them in a forked child.
+//! Descriptors that the library keeps, and what becomes of them in a forked child.
 //!
 //! A child that is forked without exec (a data loader's worker) has copies of every socket. While it keeps them, the
 //! peers of a parent that was killed see no end of its connections and wait for ever. So every descriptor that the
-//! bootstrap keeps is a `Descriptor`, whose number is recorded for as long as it is open, and `close_in_child` closes
+//! library keeps open is a `Descriptor`, whose number is recorded for as long as it is open, and `close_in_child` closes
 //! the recorded numbers.
 //!
 //! A fork by another thread just before a new descriptor is recorded, or just after one that is about to be closed
@@ -25,11 +25,11 @@ fn place(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
 }
 
 /// A descriptor that no forked child keeps.
-pub(super) struct Descriptor(OwnedFd);
+pub(crate) struct Descriptor(OwnedFd);
 
 impl Descriptor {
     /// Records `fd`, whose number becomes one of 3 or more.
-    pub(super) fn new(fd: OwnedFd) -> Result<Descriptor, Errno> {
+    pub(crate) fn new(fd: OwnedFd) -> Result<Descriptor, Errno> {
         let fd = above_standard(fd)?;
         if let Some((word, bit)) = place(fd.as_raw_fd()) {
             word.fetch_or(bit, Ordering::SeqCst);

@@ -1,5 +1,6 @@
 //! Making an engine: what ranks tell each other, the checks on it, inboxes, links, templates.
 
+use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{
     Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
@@ -15,6 +16,7 @@ use crate::plan::{self, Profile, Program};
 use crate::topology::host::HostIdentity;
 use crate::transport::{self, Geometry, Limit, PeerInbox, Reach, TwoShotGeometry};
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -27,11 +29,14 @@ struct RankInfo {
     host: HostIdentity,
     cuda: bool,
     uuid: [u8; 16],
+    multiprocessors: u32,
     device: String,
     /// Whether this rank allows several ranks on its GPU.
     shares_gpu: bool,
     reach: Reach,
     settings: Settings,
+    /// Random; rank 0's names the communicator.
+    token: u64,
 }
 
 /// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
@@ -49,15 +54,19 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
     settings::wait_bound()?;
     let (p2p, shm) = settings::paths();
     let host = HostIdentity::of_this_process()?;
+    let mut token = [0; 8];
+    getrandom::fill(&mut token).map_err(|error| Error::system(format!("no random numbers: {error}")))?;
     Ok(RankInfo {
         place: format!("{}:{}", host.name, std::process::id()),
         host,
         cuda: device.kind() == DeviceKind::Cuda,
         uuid: device.uuid(),
+        multiprocessors: device.multiprocessors(),
         device: device.describe(),
         shares_gpu: switch("NCCL_MULTI_RANK_GPU_ENABLE", false),
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
+        token: u64::from_ne_bytes(token),
     })
 }
 
@@ -76,11 +85,9 @@ fn parse(payloads: &[Vec<u8>]) -> Result<Vec<RankInfo>> {
     payloads.iter().enumerate().map(one).collect()
 }
 
-/// Contradictions between ranks; every rank sees the same table and comes to the same answer. Returns how many ranks
-/// share the fullest GPU.
-fn check(ranks: &[RankInfo]) -> Result<u32> {
+/// Contradictions between ranks; every rank sees the same table and comes to the same answer.
+fn check(ranks: &[RankInfo]) -> Result<()> {
     let first = &ranks[0];
-    let mut fullest = 1;
     for (rank, info) in ranks.iter().enumerate() {
         if info.host.digest != first.host.digest {
             return Err(Error::usage(format!(
@@ -95,19 +102,48 @@ fn check(ranks: &[RankInfo]) -> Result<u32> {
                 first.place, first.device, info.place, info.device
             )));
         }
-        let same: Vec<usize> = (0..rank)
-            .filter(|other| info.cuda && ranks[*other].uuid == info.uuid)
-            .collect();
-        if let Some(other) = same.first().filter(|_| !info.shares_gpu || !ranks[same[0]].shares_gpu) {
+        let same = (0..rank).find(|other| info.cuda && ranks[*other].uuid == info.uuid);
+        if let Some(other) = same.filter(|other| !info.shares_gpu || !ranks[*other].shares_gpu) {
             return Err(Error::usage(format!(
                 "ranks {other} ({}) and {rank} ({}) both use {}: give each rank a GPU of its own, or set \
                  NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks",
-                ranks[*other].place, info.place, info.device
+                ranks[other].place, info.place, info.device
             )));
         }
-        fullest = fullest.max(same.len() as u32 + 1);
     }
-    Ok(fullest)
+    Ok(())
+}
+
+/// What all ranks plan with, and the hold on the blocks that this rank's kernels may have of its GPU: where ranks share
+/// one. Ranks that each have their own get the same always, whichever communicators came before.
+fn budget(
+    session: &Session,
+    rank: u32,
+    ranks: &[RankInfo],
+    timeout: Duration,
+    cancel: &Cancel,
+) -> Result<(Profile, Option<Reservation>)> {
+    let (own, settings) = (&ranks[rank as usize], &ranks[0].settings);
+    let profile = |blocks| settings.profile(ranks.len() as u32, blocks);
+    let capacity = plan::budget::capacity(own.multiprocessors);
+    let gpus: HashSet<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
+    if gpus.len() == ranks.len() {
+        let least = ranks.iter().map(|info| plan::budget::alone(info.multiprocessors)).min();
+        return Ok((profile(least.unwrap_or(1)), None));
+    }
+    let claim = Claim {
+        page: Page::of_this_user(own.uuid),
+        device: own.device.clone(),
+        capacity,
+        communicator: ranks[0].token,
+        rank,
+        sharing: ranks.iter().filter(|info| info.uuid == own.uuid).count() as u32,
+        overcommit: settings.overcommit,
+    };
+    let used = |blocks| profile(blocks).most_blocks();
+    let exchange = |offer| session.all_gather(offer, timeout, cancel);
+    let (blocks, reservation) = claim.agree(&used, &exchange)?;
+    Ok((profile(blocks), Some(reservation)))
 }
 
 impl Engine {
@@ -123,8 +159,8 @@ impl Engine {
     ) -> Result<Engine> {
         running::let_go();
         let ranks = parse(payloads)?;
-        let sharing = check(&ranks)?;
-        let profile = ranks[0].settings.profile(ranks.len() as u32, sharing);
+        check(&ranks)?;
+        let (profile, reservation) = budget(session, rank, &ranks, timeout, cancel)?;
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
         let programs: Vec<Program> = (0..profile.ranks)
             .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
@@ -150,7 +186,7 @@ impl Engine {
             links.reason
         );
         let places = ranks.into_iter().map(|info| info.place).collect();
-        assemble(
+        let mut engine = assemble(
             device,
             rank,
             places,
@@ -158,7 +194,9 @@ impl Engine {
             &programs,
             links.inboxes,
             Clique::of(links.communicator),
-        )
+        )?;
+        engine.reservation = reservation;
+        Ok(engine)
     }
 }
 
@@ -182,9 +220,14 @@ pub(super) fn assemble(
     settings
         .park_after_report
         .store(u32::from(fail_when_late), Ordering::Relaxed);
+    for (started, inbox) in settings.started.iter().zip(&inboxes) {
+        started.store(inbox.started(), Ordering::Relaxed);
+    }
+    let started = inboxes[rank as usize].started();
     let program = Box::new(ProgramWork {
         state: state_address,
         control: control_address,
+        started,
         ..program_work(&profile, rank, programs, &inboxes)
     });
     let one_shot = (profile.ranks > 1).then(|| {
@@ -198,6 +241,7 @@ pub(super) fn assemble(
             count: 0,
             state: state_address,
             control: control_address,
+            started,
             rank,
             ranks: profile.ranks,
             lines: profile.lines,
@@ -216,6 +260,7 @@ pub(super) fn assemble(
             count: 0,
             state: state_address,
             control: control_address,
+            started,
             slot_bytes: profile.two_shot_slot_bytes,
             rank,
             ranks: profile.ranks,
@@ -245,6 +290,7 @@ pub(super) fn assemble(
         order: Arc::default(),
         launched: Arc::default(),
         faults_seen: AtomicU64::new(0),
+        reservation: None,
     };
     running::enter(&engine);
     Ok(engine)
@@ -367,6 +413,7 @@ fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[A
         count: 0,
         state: null_mut(),
         control: null_mut(),
+        started: null_mut(),
         slot_bytes: profile.slot_bytes,
         slots: profile.slots,
         channels: 1,

@@ -1,7 +1,7 @@
 //! The structs of `cuda/layout.h`, written here and read by kernels. Sizes and offsets are asserted on both sides.
 
 use std::mem::{offset_of, size_of};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};
 
 pub const MAX_RANKS: usize = 16;
 pub const MAX_CHANNELS: usize = 128;
@@ -17,6 +17,7 @@ pub struct FaultRecord {
     pub sequence: AtomicU64,
     pub ordinal: AtomicU64,
     pub waited_ns: AtomicU64,
+    pub peer_started: AtomicU64,
     pub cause: AtomicU32,
     pub peer: AtomicU32,
     pub channel: AtomicU32,
@@ -33,6 +34,7 @@ pub struct Control {
     pub report_after_ns: AtomicU64,
     pub left: AtomicU64,
     pub fault: FaultRecord,
+    pub started: [AtomicPtr<u64>; MAX_RANKS],
 }
 
 /// One rank's counters between launches; device memory, which the CPU never reads.
@@ -76,6 +78,7 @@ pub struct ProgramWork {
     pub count: u64,
     pub state: *mut State,
     pub control: *mut Control,
+    pub started: *mut u64,
     pub slot_bytes: u64,
     pub slots: u32,
     pub channels: u32,
@@ -97,6 +100,7 @@ pub struct OneShotWork {
     pub count: u64,
     pub state: *mut State,
     pub control: *mut Control,
+    pub started: *mut u64,
     pub rank: u32,
     pub ranks: u32,
     pub lines: u32,
@@ -112,6 +116,7 @@ pub struct TwoShotWork {
     pub count: u64,
     pub state: *mut State,
     pub control: *mut Control,
+    pub started: *mut u64,
     pub slot_bytes: u64,
     pub rank: u32,
     pub ranks: u32,
@@ -135,14 +140,14 @@ unsafe impl Send for TwoShotWork {}
 unsafe impl Sync for TwoShotWork {}
 
 const _: () = {
-    assert!(size_of::<FaultRecord>() == 48);
-    assert!(size_of::<Control>() == 128 && offset_of!(Control, fault) == 24);
+    assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 256);
+    assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80);
     assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
-    assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
-    assert!(size_of::<OneShotWork>() == 56 + MAX_RANKS * 8);
-    assert!(size_of::<TwoShotWork>() == 64 + 2 * MAX_RANKS * 8);
+    assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
+    assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
+    assert!(size_of::<TwoShotWork>() == 72 + 2 * MAX_RANKS * 8);
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
-pub const FINGERPRINT: u64 = 2 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;
+pub const FINGERPRINT: u64 = 3 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

@@ -4,6 +4,7 @@
 //! control block. It is made once, when the communicator becomes ready; an operation then costs a plan, a copy of a
 //! template and a launch: no allocation, no lock that another communicator takes, no look-up.
 
+mod budget;
 mod clique;
 mod connect;
 pub mod layout;
@@ -23,7 +24,7 @@ use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
 use connect::{Programs, Steps};
-use layout::{Control, OneShotWork, ProgramWork, TwoShotWork};
+use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork};
 use order::StreamOrder;
 use parking_lot::Mutex;
 use std::ffi::c_void;
@@ -60,6 +61,8 @@ pub struct Engine {
     /// Eager launches.
     launched: Arc<AtomicU64>,
     faults_seen: AtomicU64,
+    /// The hold on blocks of the GPU. It ends with the engine: replays of graphs that come later leave at once.
+    reservation: Option<budget::Reservation>,
 }
 
 /// What the addresses in the templates point into. Every graph that has a kernel of the engine holds a reference.
@@ -303,22 +306,36 @@ impl Engine {
         if sequence == self.faults_seen.swap(sequence, Ordering::Relaxed) {
             return None;
         }
-        let peer = fault.peer.load(Ordering::Relaxed);
-        let place = self.places.get(peer as usize).map_or("?", String::as_str);
-        let text = format!(
-            "rank {} waits for rank {peer} ({place}) in operation {}, channel {}, step {}, since {} ms: that rank has not \
-             called the operation, or is stuck before it",
-            self.rank,
-            fault.ordinal.load(Ordering::Relaxed),
-            fault.channel.load(Ordering::Relaxed),
-            fault.step.load(Ordering::Relaxed),
-            fault.waited_ns.load(Ordering::Relaxed) / 1_000_000,
-        );
+        let text = self.lateness(fault);
         Some(if self.fail_when_late {
             Error::system(text)
         } else {
             Error::new(crate::error::Code::InProgress, text)
         })
+    }
+
+    fn lateness(&self, fault: &FaultRecord) -> String {
+        let peer = fault.peer.load(Ordering::Relaxed);
+        let place = self.places.get(peer as usize).map_or("?", String::as_str);
+        let ordinal = fault.ordinal.load(Ordering::Relaxed);
+        let there = match fault.peer_started.load(Ordering::Relaxed) {
+            0 => format!("has not started operation {ordinal}, nor any before it"),
+            started if started <= ordinal => {
+                format!("has not started operation {ordinal}; its last is {}", started - 1)
+            }
+            started if started == ordinal + 1 => {
+                format!("has started operation {ordinal} and waits or is stuck in it itself")
+            }
+            started => format!("has gone on to operation {}", started - 1),
+        };
+        format!(
+            "rank {} waits for rank {peer} ({place}) in operation {ordinal}, channel {}, step {}, since {} ms: the kernel of \
+             rank {peer} {there}",
+            self.rank,
+            fault.channel.load(Ordering::Relaxed),
+            fault.step.load(Ordering::Relaxed),
+            fault.waited_ns.load(Ordering::Relaxed) / 1_000_000,
+        )
     }
 
     /// Waits until no eager kernel of this rank touches memory any more, or until `give_up` answers. Kernels of a
@@ -376,8 +393,9 @@ impl Drop for Engine {
         self.stop(Stop::Abort);
         let done = self.synchronize(&late);
         if let Err(error) = &done {
-            crate::warning!("{}: its memory is kept", error.text);
+            crate::warning!("{}: its memory and its blocks of the GPU are kept", error.text);
             std::mem::forget(self.memory.clone());
+            std::mem::forget(self.reservation.take());
         }
         running::leave(self, done.is_ok());
         self.give_mark_back();

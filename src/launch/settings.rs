@@ -15,12 +15,6 @@ const LEAST_LINES: u32 = 32768;
 /// Names of `NCCL_ALGO` that NCCL knows and this version has no kernels for.
 const UNBUILT_ALGORITHMS: [&str; 6] = ["Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"];
 
-/// Blocks of a rank that has a GPU for itself, so that most of the GPU is left to what is computed meanwhile.
-const BLOCKS_OF_A_LONE_RANK: u32 = 64;
-
-/// Streaming multiprocessors that all ranks of a GPU together leave free.
-const SPARE_MULTIPROCESSORS: u32 = 16;
-
 #[derive(Clone, Copy, PartialEq)]
 enum Net {
     Ib,
@@ -71,7 +65,8 @@ pub(super) fn wait_bound() -> Result<(u64, bool)> {
 pub(super) struct Settings {
     allowed: Vec<Algorithm>,
     cuda: bool,
-    multiprocessors: u32,
+    /// Whether ranks start although their GPU has no block left for them (`OSSICLE_GPU_OVERCOMMIT`).
+    pub(super) overcommit: bool,
     least_channels: Option<u32>,
     most_channels: Option<u32>,
 }
@@ -87,20 +82,15 @@ impl Settings {
         Ok(Settings {
             allowed: allowed(text("NCCL_ALGO").as_deref(), text("NCCL_PROTO").as_deref())?,
             cuda: device.kind() == DeviceKind::Cuda,
-            multiprocessors: device.multiprocessors(),
+            overcommit: choice("OSSICLE_GPU_OVERCOMMIT", &[("0", false), ("1", true)])?.unwrap_or(false),
             least_channels: positive("NCCL_MIN_NCHANNELS").or(ctas.0),
             most_channels: positive("NCCL_MAX_NCHANNELS").or(ctas.1),
         })
     }
 
-    /// The profile of a communicator of `ranks`, at most `sharing` of them on one GPU.
-    pub(super) fn profile(&self, ranks: u32, sharing: u32) -> Profile {
-        // All blocks of all ranks of a GPU must be able to run at once, since they wait for each other.
-        let budget = match self.cuda {
-            true if sharing <= 1 => BLOCKS_OF_A_LONE_RANK,
-            true => self.multiprocessors.saturating_sub(SPARE_MULTIPROCESSORS) / sharing,
-            false => 1,
-        };
+    /// The profile of a communicator of `ranks`, whose kernels have at most `blocks` on a GPU.
+    pub(super) fn profile(&self, ranks: u32, blocks: u32) -> Profile {
+        let budget = if self.cuda { blocks } else { 1 };
         let limit = if self.cuda {
             budget.clamp(1, MAX_CHANNELS as u32)
         } else {

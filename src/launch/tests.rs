@@ -398,6 +398,49 @@ fn lines_of_the_coming_epoch_are_cleared_once_a_period() {
     assert!(engines.iter().all(|engine| stale(engine) <= 2 * 2 * layout::LINE_BYTES));
 }
 
+/// Every kernel says at its start how many operations have started, and peers read it, over both paths.
+#[test]
+fn started_operations_are_counted_where_peers_read_them() {
+    for (path, algorithm) in [(Path::P2p, Algorithm::OneShot), (Path::Shm, Algorithm::Ring)] {
+        let engines = cluster(&profile(3, algorithm, 2), path);
+        let seen = |engine: &Engine| {
+            engine.control().started[..3]
+                .iter()
+                .map(|started| {
+                    // SAFETY: the word lies in an inbox that the engine keeps, and no kernel runs.
+                    unsafe { *started.load(Ordering::Relaxed) }
+                })
+                .collect::<Vec<u64>>()
+        };
+        for operations in 0..4 {
+            assert!(engines.iter().all(|engine| seen(engine) == [operations; 3]));
+            let inputs = vec![vec![1i32; 500]; 3];
+            run(&engines, &inputs, ReduceOp::Sum, 0, false);
+        }
+    }
+}
+
+/// What a record says about the peer, for every state that it can be in.
+#[test]
+fn a_report_tells_where_the_peer_is() {
+    let engines = cluster(&profile(2, Algorithm::Ring, 1), Path::P2p);
+    let fault = &engines[0].control().fault;
+    fault.ordinal.store(5, Ordering::Relaxed);
+    fault.peer.store(1, Ordering::Relaxed);
+    for (sequence, started, words) in [
+        (1, 0, "has not started operation 5, nor any before it"),
+        (2, 1, "has not started operation 5; its last is 0"),
+        (3, 5, "has not started operation 5; its last is 4"),
+        (4, 6, "has started operation 5 and waits"),
+        (5, 9, "has gone on to operation 8"),
+    ] {
+        fault.peer_started.store(started, Ordering::Relaxed);
+        fault.sequence.store(sequence, Ordering::Release);
+        let text = engines[0].take_fault().unwrap().text;
+        assert!(text.contains(&format!("the kernel of rank 1 {words}")), "{text}");
+    }
+}
+
 #[test]
 fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
     for algorithm in Algorithm::ALL {
@@ -430,7 +473,8 @@ fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
         };
         assert_eq!(fault.code, crate::error::Code::InProgress);
         assert!(
-            fault.text.contains("rank 0 waits for rank 1 (test) in operation 0"),
+            fault.text.contains("rank 0 waits for rank 1 (test) in operation 0")
+                && fault.text.contains("rank 1 has not started operation 0"),
             "{fault}"
         );
         late.stop(Stop::Abort);

@@ -4,6 +4,7 @@
 //! The inputs are the call and one `Profile`, which rank 0 distributes at init; never local timing, pointer alignment
 //! or registration state.
 
+pub mod budget;
 mod choose;
 mod program;
 pub mod progress;
@@ -71,6 +72,16 @@ pub struct Profile {
     pub two_shot_block_bytes: u64,
     pub two_shot_slot_bytes: u64,
     pub threads: u32,
+}
+
+impl Profile {
+    /// The most blocks that any kernel of a rank has.
+    pub fn most_blocks(&self) -> u32 {
+        match self.ranks {
+            1 => self.channels,
+            _ => self.channels.max(self.one_shot_blocks).max(self.two_shot_blocks),
+        }
+    }
 }
 
 /// What the planner knows of the call.

@@ -3,8 +3,10 @@
 //! ```text
 //! [ one-shot area: parity, source rank, lines ] [ slots: receive link, channel, slot ]
 //! [ tails: receive link, channel ] [ heads: send link, channel ]
-//! [ two-shot slots: phase, source, block, parity ] [ two-shot counters: phase, source, block ]
+//! [ two-shot slots: phase, source, block, parity ] [ two-shot counters: phase, source, block ] [ started ]
 //! ```
+//!
+//! The started word is the owner's own, which its peers read: how many operations its kernels have started.
 //!
 //! All ranks have the same geometry, so a peer's addresses follow from its inbox's base.
 
@@ -69,11 +71,13 @@ impl Geometry {
         self.two_shot_places() * 2 * self.two_shot.slot_bytes
     }
 
-    fn bytes(&self) -> usize {
+    fn started_offset(&self) -> usize {
         let counters = self.two_shot_places() * FLAG_STRIDE * 8;
-        let bytes = self.two_shot_offset() + self.two_shot_slots_bytes() + counters;
-        // A rank alone has no peers that write, and an empty allocation is none.
-        bytes.max(LINE_BYTES)
+        self.two_shot_offset() + self.two_shot_slots_bytes() + counters
+    }
+
+    fn bytes(&self) -> usize {
+        self.started_offset() + FLAG_STRIDE * 8
     }
 }
 
@@ -128,6 +132,11 @@ impl PeerInbox {
     pub fn two_shot_counters(&self) -> *mut u64 {
         let slots = self.geometry.two_shot_slots_bytes();
         self.two_shot_slots().wrapping_add(slots).cast()
+    }
+
+    /// How many operations the owner's kernels have started.
+    pub fn started(&self) -> *mut u64 {
+        self.base().wrapping_add(self.geometry.started_offset()).cast()
     }
 
     fn flags(&self, table: usize, link: usize) -> *mut u64 {

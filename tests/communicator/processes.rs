@@ -82,6 +82,7 @@ fn role() {
         Ok("fork_beside_inits") => forks::fork_beside_inits(),
         Ok("forked_and_killed") => forks::forked_and_killed(),
         Ok("waits") => waits::waits(),
+        Ok("waits_in_turn") => waits::waits_in_turn(),
         Ok("waits_fail") => waits::waits_fail(),
         Ok("poor") => poor(),
         Ok("exit") => drop(make(2)),
