@@ -12,8 +12,16 @@
 #pragma once
 #include "../layout.h"
 #include "block.h"
+#if defined(OSSICLE_ORDER_MODEL)
+#include "order_primitives.h"
+#else
 
 namespace ossicle {
+
+// Payload that others read or write while a kernel runs: slots, staging areas, and outputs, which the host may read as
+// soon as the launch has left.
+template <typename T> OSSICLE_DEVICE T slot_load(const T* from) { return *from; }
+template <typename T> OSSICLE_DEVICE void slot_store(T* to, const T& value) { *to = value; }
 
 template <Site SITE> OSSICLE_DEVICE void publish(uint64_t* flag, uint64_t value) {
 #if defined(__CUDACC__)
@@ -105,6 +113,11 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
   return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 #endif
 }
+
+}  // namespace ossicle
+#endif
+
+namespace ossicle {
 
 // The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
 // touched memory. The last block advances the operation's number, and the line epoch if the launch used lines, and tells
