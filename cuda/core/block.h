@@ -12,7 +12,7 @@ struct Block {
   uint32_t index, blocks;
 };
 
-#if !defined(OSSICLE_ORDER_MODEL)
+#if !defined(OSSICLE_ORDER_MODEL)  // which brings its own
 // Every thread of the block arrives before any goes on, and sees what the others wrote before.
 template <Site SITE> OSSICLE_DEVICE void barrier(const Block& block) {
   if (dropped(SITE)) return;

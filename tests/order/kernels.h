@@ -20,6 +20,7 @@ inline Link link_to(Rank& receiver, Rank& sender, uint32_t peer) {
 
 inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   const PlannedProgram& plan = planned_for(op.kernel->name, world.ranks, rank, op.root);
+  if (world.slots < plan.slots_needed) found("too few slots for a program");
   Rank& me = world.rank[rank];
   ProgramWork& work = me.program;
   work = ProgramWork{};
@@ -56,7 +57,7 @@ inline void prepare_one_shot(World& world, uint32_t rank, const Op& op) {
   work.control = &me.control;
   work.rank = rank;
   work.ranks = world.ranks;
-  work.lines = COUNT;
+  work.lines = world.lines;
   for (uint32_t r = 0; r < world.ranks; ++r) work.area[r] = world.rank[r].area;
 }
 

@@ -1,9 +1,11 @@
 // Runs the kernels of cuda/ over the weak memory, with one or four threads a block, for a range of seeds.
 //
 //     order PROGRAMS SITE FIRST COUNT
+//     order litmus
 //
 // PROGRAMS is programs.txt, SITE the number of the site to drop or "none". Says nothing and ends with 0 if no seed of
 // [FIRST, FIRST + COUNT) shows a wrong value, a hang or a broken promise, else prints the first that does and ends with 1.
+// "litmus" tests the weak memory.
 #include <stdint.h>
 namespace ossicle::model {
 inline uint32_t dropped_site = ~0u;
@@ -13,6 +15,7 @@ inline uint32_t dropped_site = ~0u;
 #include <fstream>
 #include <sstream>
 #include "kernels.h"
+#include "litmus.h"
 
 namespace ossicle::model {
 namespace {
@@ -39,7 +42,7 @@ World make_world(Random& random) {
   world.slot_bytes = 32u << random.below(3);
   world.rank.reset(new Rank[world.ranks]());
   const bool clears = random.one_in(3);
-  const uint64_t base = random.below(5), epoch = clears ? CLEAR_PERIOD - 1 - random.below(4) : random.below(4);
+  const uint64_t base = random.below(5), epoch = clears ? CLEAR_PERIOD - 1 - random.below(2) : random.below(4);
   const bool reports = random.one_in(2);
   for (uint32_t r = 0; r < world.ranks; ++r) {
     Rank& rank = world.rank[r];
@@ -53,13 +56,16 @@ World make_world(Random& random) {
   }
   const uint32_t ops = 2 + random.below(4);
   for (uint32_t number = 0; number < ops; ++number) {
-    const uint32_t shift = random.below(7);
-    Op op{&kernels()[random.below(uint32_t(kernels().size()))], number, 1 + random.below(COUNT >> shift), 0, 0, 0, 0, false};
-    if (clears && !random.one_in(4)) op.kernel = &kernels().back();
+    Op op{};
+    op.kernel = &kernels()[random.below(uint32_t(kernels().size()))];
+    op.number = number;
+    op.count = 1 + random.below(COUNT >> random.below(7));
+    while (clears && !op.kernel->lines && !random.one_in(8)) op.kernel = &kernels()[random.below(uint32_t(kernels().size()))];
     op.threads = random.one_in(4) ? 1 : THREADS;
     op.blocks = 1 + random.below(BLOCKS);
-    if (op.kernel->one_line_a_thread) {
+    if (op.kernel->lines) {
       const uint32_t lines = (op.count + 1) / 2;
+      world.lines = std::max(world.lines, lines);
       op.blocks = std::min(op.blocks, (lines + op.threads - 1) / op.threads);
     }
     op.root = std::string(op.kernel->name) == "broadcast" ? random.below(world.ranks) : 0;
@@ -194,8 +200,10 @@ void run(uint64_t number) {
   model.schedule.random = random;
   model.schedule.switch_rate = 1 + random.below(8);
   model.schedule.sleep_rate = 8u << random.below(5);
+  for (uint32_t slow = random.below(5); slow > 0; --slow) model.schedule.slow_down(random.below(world.ranks * AGENTS_A_RANK));
   model.drain_rate = 1u << random.below(6);
   model.stale_rate = 2 + random.below(4);
+  model.longest_linger = random.one_in(2) ? 1 : 1024u << random.below(6);
   std::vector<Host> hosts;
   for (uint32_t r = 0; r < world.ranks; ++r) hosts.emplace_back(world, r);
   for (uint32_t r = 0; r < world.ranks; ++r) {
@@ -210,8 +218,9 @@ void run(uint64_t number) {
 
 int main(int argc, char** argv) {
   using namespace ossicle::model;
+  if (argc == 2 && strcmp(argv[1], "litmus") == 0) return litmus_passes() ? 0 : 1;
   if (argc != 5) {
-    fprintf(stderr, "usage: %s PROGRAMS SITE|none FIRST COUNT\n", argv[0]);
+    fprintf(stderr, "usage: %s PROGRAMS SITE|none FIRST COUNT, or %s litmus\n", argv[0], argv[0]);
     return 2;
   }
   planned = read_programs(argv[1]);

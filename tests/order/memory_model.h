@@ -62,6 +62,8 @@ struct Pending {
   uint64_t value;
   uint32_t agent, number;
   Release release;
+  // Unless it must, it does not drain before this step.
+  uint64_t lingers_until;
 };
 
 struct Buffer {
@@ -85,7 +87,7 @@ class Memory {
   Schedule schedule{MAX_AGENTS};
   std::array<Agent, MAX_AGENTS> agents;
   // One in so many scheduling steps drains a store; one in so many loads is stale where it may be.
-  uint32_t drain_rate = 4, stale_rate = 2;
+  uint32_t drain_rate = 4, stale_rate = 2, longest_linger = 1;
 
   Memory() {
     schedule.between = [this] { drain_some(); };
@@ -99,6 +101,8 @@ class Memory {
     for (uintptr_t at = from; at < reinterpret_cast<uintptr_t>(begin) + bytes; at += 8) words_.erase(at);
   }
 
+  size_t buffers() const { return buffers_.size(); }
+  Buffer* buffer(size_t i) { return buffers_[i].get(); }
   Buffer* add_buffer() {
     buffers_.push_back(std::make_unique<Buffer>());
     return buffers_.back().get();
@@ -126,7 +130,10 @@ class Memory {
     const Version& version = word.versions[chosen - word.first];
     uint64_t value = version.value;
     if (version.release) (kind == Kind::ORDERED ? agent.view : agent.relaxed).join(*version.release);
-    if (kind == Kind::PAYLOAD) note_reader(word, Access{schedule.current(), number});
+    if (kind == Kind::PAYLOAD) {
+      note_reader(word, Access{schedule.current(), number});
+      schedule.progress();
+    }
     if (agent.buffer) {
       for (const Pending& store : agent.buffer->stores) {
         if ((store.address & ~uintptr_t(7)) == (address & ~uintptr_t(7)) && agent.view.has(store.agent, store.number)) {
@@ -150,7 +157,7 @@ class Memory {
       word.readers.clear();
     }
     const Release release = kind == Kind::ORDERED ? std::make_shared<const View>(agent.view) : agent.fence;
-    agent.buffer->stores.push_back(Pending{address, bytes, value, schedule.current(), number, release});
+    agent.buffer->stores.push_back(Pending{address, bytes, value, schedule.current(), number, release, lingering()});
     schedule.progress();
   }
 
@@ -246,6 +253,11 @@ class Memory {
     word.readers.push_back(reader);
   }
 
+  // Now and then a store stays for the length of an operation.
+  uint64_t lingering() {
+    return schedule.random.one_in(32) ? schedule.steps + schedule.random.below(longest_linger) : 0;
+  }
+
   // The first store that must drain before store i, or i.
   static size_t first_before(const Buffer& buffer, size_t i) {
     const Pending& store = buffer.stores[i];
@@ -278,7 +290,8 @@ class Memory {
     for (size_t i = 0; i < buffers_.size(); ++i) {
       Buffer& buffer = *buffers_[(begin + i) % buffers_.size()];
       if (buffer.stores.empty()) continue;
-      drain(buffer, schedule.random.below(uint32_t(buffer.stores.size())));
+      const size_t store = schedule.random.below(uint32_t(buffer.stores.size()));
+      if (buffer.stores[store].lingers_until <= schedule.steps) drain(buffer, store);
       return;
     }
   }

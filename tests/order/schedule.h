@@ -3,11 +3,13 @@
 // Every primitive of cuda/core may hand over to another coroutine, chosen by the seed, so a run is the same every time
 // and a failing seed is a bug report. A hang is found by counting: nothing changes any more, however long all poll.
 #pragma once
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <ucontext.h>
 #include <unistd.h>
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -36,10 +38,11 @@ inline uint64_t seed = 0;
 
 struct Coroutine {
   std::function<void()> body;
-  std::unique_ptr<char[]> stack;
-  ucontext_t context;
+  // Where it begins; from then on where it left off, since a jump needs no system call.
+  ucontext_t begin;
+  jmp_buf left_off;
   uint64_t sleeps_until = 0;
-  bool blocked = false, finished = true;
+  bool begun = false, blocked = false, finished = true, slow = false;
 };
 
 class Schedule {
@@ -52,19 +55,21 @@ class Schedule {
   std::function<void()> between;
 
   explicit Schedule(uint32_t coroutines) : coroutines_(coroutines) {
-    for (auto& c : coroutines_) c.stack.reset(new char[STACK_BYTES]);
+    // Runs follow each other and leave no coroutine behind.
+    while (stacks.size() < coroutines) stacks.emplace_back(new char[STACK_BYTES]);
   }
 
   void start(uint32_t id, std::function<void()> body) {
     Coroutine& c = coroutines_[id];
+    started_ = std::max(started_, id + 1);
     c.body = std::move(body);
-    c.finished = c.blocked = false;
+    c.begun = c.finished = c.blocked = false;
     c.sleeps_until = 0;
-    getcontext(&c.context);
-    c.context.uc_stack.ss_sp = c.stack.get();
-    c.context.uc_stack.ss_size = STACK_BYTES;
-    c.context.uc_link = &main_;
-    makecontext(&c.context, reinterpret_cast<void (*)()>(&Schedule::enter), 0);
+    getcontext(&c.begin);
+    c.begin.uc_stack.ss_sp = stacks[id].get();
+    c.begin.uc_stack.ss_size = STACK_BYTES;
+    c.begin.uc_link = nullptr;
+    makecontext(&c.begin, &Schedule::enter, 0);
     progress();
   }
 
@@ -75,7 +80,7 @@ class Schedule {
       ++steps;
       ready.clear();
       bool sleeping = false, alive = false;
-      for (uint32_t id = 0; id < coroutines_.size(); ++id) {
+      for (uint32_t id = 0; id < started_; ++id) {
         const Coroutine& c = coroutines_[id];
         alive |= !c.finished;
         if (c.finished || c.blocked) continue;
@@ -87,11 +92,13 @@ class Schedule {
       if (steps - progressed_ > STEPS_TO_HANG || (ready.empty() && !sleeping)) found("a hang: nothing changes any more");
       if (ready.empty()) continue;
       current_ = ready[random.below(static_cast<uint32_t>(ready.size()))];
-      self = this;
-      swapcontext(&main_, &coroutines_[current_].context);
+      if (coroutines_[current_].slow && !random.one_in(SLOWNESS)) continue;
+      resume(coroutines_[current_]);
     }
   }
 
+  // Makes a coroutine lag far behind the others, over whole operations.
+  void slow_down(uint32_t id) { coroutines_[id].slow = true; }
   uint32_t current() const { return current_; }
   bool finished(uint32_t id) const { return coroutines_[id].finished; }
   void progress() { progressed_ = steps; }
@@ -99,7 +106,9 @@ class Schedule {
     coroutines_[current_].sleeps_until = steps + for_steps;
     yield();
   }
-  void yield() { swapcontext(&coroutines_[current_].context, &main_); }
+  void yield() {
+    if (_setjmp(coroutines_[current_].left_off) == 0) _longjmp(main_, 1);
+  }
   void maybe_yield() {
     if (!random.one_in(switch_rate)) return;
     if (random.one_in(sleep_rate)) sleep(random.below(400));
@@ -114,20 +123,31 @@ class Schedule {
 
  private:
   static constexpr size_t STACK_BYTES = 128 << 10;
-  // Above the longest sleep, and long enough for any store to drain.
-  static constexpr uint64_t STEPS_TO_HANG = 20000;
+  static constexpr uint32_t SLOWNESS = 64;
+  // Long enough for the slowest to poll often, and for any store to drain.
+  static constexpr uint64_t STEPS_TO_HANG = 200000;
 
   static void enter() {
     Coroutine& c = self->coroutines_[self->current_];
     c.body();
     c.finished = true;
     self->progress();
+    _longjmp(self->main_, 1);
+  }
+
+  void resume(Coroutine& c) {
+    self = this;
+    if (_setjmp(main_) != 0) return;
+    if (c.begun) _longjmp(c.left_off, 1);
+    c.begun = true;
+    setcontext(&c.begin);
   }
 
   static inline Schedule* self = nullptr;
+  static inline std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<Coroutine> coroutines_;
-  ucontext_t main_;
-  uint32_t current_ = 0;
+  jmp_buf main_;
+  uint32_t current_ = 0, started_ = 0;
   uint64_t progressed_ = 0;
 };
 

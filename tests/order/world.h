@@ -7,7 +7,7 @@
 
 namespace ossicle::model {
 
-constexpr uint32_t BLOCKS = 2, THREADS = 4, COUNT = 96;
+constexpr uint32_t BLOCKS = 2, THREADS = 4, COUNT = 96, LINES = COUNT / 2;
 constexpr uint32_t AGENTS_A_RANK = 1 + BLOCKS * THREADS;
 constexpr uint32_t RANKS = 4;
 static_assert(RANKS * AGENTS_A_RANK <= MAX_AGENTS, "views are too short");
@@ -33,8 +33,8 @@ struct Kernel {
   // Elements of the output, and of each the value.
   uint32_t (*outputs)(const struct World& world, const Op& op);
   uint32_t (*expected)(const struct World& world, const Op& op, uint32_t i);
-  // The library starts no more threads than there are lines.
-  bool one_line_a_thread;
+  // Its data goes as lines: no block is without one (src/plan/choose.rs), and the line epoch counts.
+  bool lines;
 };
 
 // A row of programs.txt: what plan/ makes for one rank.
@@ -50,7 +50,7 @@ struct alignas(128) Rank {
   uint32_t input[RANKS * COUNT + 4], output[RANKS * COUNT + 4];
   alignas(16) uint8_t slots[BLOCKS * 3 * 128];
   uint64_t tail[BLOCKS * FLAG_STRIDE], head[BLOCKS * FLAG_STRIDE];
-  Line area[2 * RANKS * COUNT];
+  Line area[2 * RANKS * LINES];
   ProgramWork program;
   OneShotWork one_shot;
   // What happened before the next launch.
@@ -60,6 +60,7 @@ struct alignas(128) Rank {
 
 struct World {
   uint32_t ranks, slots, slot_bytes;
+  uint32_t lines;  // of a region: what the longest operation needs
   std::vector<Op> ops;
   // The last operation lacks a rank and is stopped.
   bool stopped;
