@@ -93,7 +93,8 @@ mod tests {
              # sent to, peer that is received from, steps as flags:chunk.\n",
         );
         let mut row = |name: &str, ranks: u32, rank: u32, root: u32, program: &Program| {
-            let (chunks, slots, send, recv) = (program.chunks, program.slots_needed, program.sends[0], program.recvs[0]);
+            let (chunks, slots, send, recv) =
+                (program.chunks, program.slots_needed, program.sends[0], program.recvs[0]);
             let _ = write!(text, "{name} {ranks} {rank} {root} {chunks} {slots} {send} {recv} ");
             let steps: Vec<String> = program
                 .steps
