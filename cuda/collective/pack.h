@@ -1,6 +1,7 @@
 // How a block moves and reduces elements: in packs of 16 bytes where the buffers allow it, else one by one.
 #pragma once
 #include "../core/element.h"
+#include "../core/memory.h"
 
 namespace ossicle {
 
@@ -20,18 +21,27 @@ template <typename T> struct alignas(16) Pack {
 // which are passed over once, do not drive them out: 2 ranks, 128 MiB on one GPU 256 us with these hints, 306 without.
 enum class Slot { SOURCE, TARGET };
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
 // A pack as it moves, whatever its elements are.
-OSSICLE_DEVICE uint4 load_bits(const uint4* from, bool slot) { return slot ? __ldcg(from) : __ldcs(from); }
-OSSICLE_DEVICE void store_bits(uint4* to, const uint4& bits, bool slot) { slot ? __stcg(to, bits) : __stcs(to, bits); }
+#if defined(__CUDACC__)
+using Bits = uint4;
+OSSICLE_DEVICE Bits load_bits(const Bits* from, bool slot) { return slot ? __ldcg(from) : __ldcs(from); }
+OSSICLE_DEVICE void store_bits(Bits* to, const Bits& bits, bool slot) { slot ? __stcg(to, bits) : __stcs(to, bits); }
+#else
+struct alignas(16) Bits {
+  uint64_t word[2];
+};
+inline Bits load_bits(const Bits* from, bool slot) { return slot ? slot_load(from) : *from; }
+inline void store_bits(Bits* to, const Bits& bits, bool) { slot_store(to, bits); }
+#endif
 
 // Copies whole packs of 16 bytes.
 template <Slot SLOT> OSSICLE_DEVICE void copy_packs(const Block& block, const void* from, void* to, uint64_t packs) {
   constexpr uint32_t UNROLL = 8;
-  const uint4* source = static_cast<const uint4*>(from);
-  uint4* target = static_cast<uint4*>(to);
+  const Bits* source = static_cast<const Bits*>(from);
+  Bits* target = static_cast<Bits*>(to);
   for (uint64_t base = block.thread; base < packs; base += UNROLL * block.threads) {
-    uint4 bits[UNROLL];
+    Bits bits[UNROLL];
 #pragma unroll
     for (uint32_t u = 0; u < UNROLL; ++u) {
       const uint64_t i = base + u * block.threads;
@@ -49,7 +59,7 @@ template <Slot SLOT> OSSICLE_DEVICE void copy_packs(const Block& block, const vo
 template <typename T, Slot SLOT>
 OSSICLE_DEVICE void copy(const Block& block, const T* from, T* to, uint64_t count, bool aligned) {
   uint64_t moved = 0;
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
   if (aligned) {
     moved = count / PACK_ELEMENTS<T> * PACK_ELEMENTS<T>;
     copy_packs<SLOT>(block, from, to, count / PACK_ELEMENTS<T>);
@@ -58,10 +68,12 @@ OSSICLE_DEVICE void copy(const Block& block, const T* from, T* to, uint64_t coun
   (void)aligned;  // the compiler's vectors take unaligned data
 #pragma GCC ivdep
 #endif
-  for (uint64_t i = moved + block.thread; i < count; i += block.threads) to[i] = from[i];
+  for (uint64_t i = moved + block.thread; i < count; i += block.threads) {
+    slot_store(to + i, SLOT == Slot::SOURCE ? slot_load(from + i) : from[i]);
+  }
 }
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
 // Reduces pack i of every rank's source in rank order, with one rounding, into every rank's target. `places` tells
 // them; those of `own` are the user's buffers, the others slots.
 template <typename T, typename Op, typename Places>
@@ -74,11 +86,11 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
   for (uint64_t base = block.thread; base < packs; base += UNROLL * block.threads) {
     wide_t<T> sum[UNROLL][N];
     for (uint32_t first = 0; first < ranks; first += SOURCES) {
-      uint4 bits[SOURCES][UNROLL];
+      Bits bits[SOURCES][UNROLL];
 #pragma unroll
       for (uint32_t k = 0; k < SOURCES; ++k) {
         if (first + k >= ranks) break;
-        const uint4* source = places.source(first + k);
+        const Bits* source = places.source(first + k);
 #pragma unroll
         for (uint32_t u = 0; u < UNROLL; ++u) {
           const uint64_t i = base + u * block.threads;
@@ -90,7 +102,7 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
         if (first + k >= ranks) break;
 #pragma unroll
         for (uint32_t u = 0; u < UNROLL; ++u) {
-          const union { uint4 bits; Pack<T> pack; } from = {bits[k][u]};
+          const union { Bits bits; Pack<T> pack; } from = {bits[k][u]};
 #pragma unroll
           for (uint32_t e = 0; e < N; ++e) {
             const wide_t<T> value = op.load(widen(from.pack.element[e]));
@@ -99,14 +111,14 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
         }
       }
     }
-    union { Pack<T> pack; uint4 bits; } result[UNROLL];
+    union { Pack<T> pack; Bits bits; } result[UNROLL];
 #pragma unroll
     for (uint32_t u = 0; u < UNROLL; ++u) {
 #pragma unroll
       for (uint32_t e = 0; e < N; ++e) result[u].pack.element[e] = narrow<T>(op.finish(sum[u][e]));
     }
     for (uint32_t rank = 0; rank < ranks; ++rank) {
-      uint4* target = places.target(rank);
+      Bits* target = places.target(rank);
 #pragma unroll
       for (uint32_t u = 0; u < UNROLL; ++u) {
         const uint64_t i = base + u * block.threads;
@@ -119,10 +131,10 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
 
 // The same for elements [first, end), which need no alignment.
 template <typename T, typename Op, typename Places>
-OSSICLE_DEVICE void reduce_elements(const Block& block, const Places& places, uint64_t first, uint64_t end,
+OSSICLE_DEVICE void reduce_elements(const Block& block, const Places& places, uint64_t first, uint64_t end, uint32_t own,
                                     uint32_t ranks, const Op& op) {
   // On the host a tile is long enough for vectors and short enough for registers and the nearest cache.
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
   constexpr uint64_t TILE = 1;
 #else
   constexpr uint64_t TILE = 64;
@@ -133,13 +145,13 @@ OSSICLE_DEVICE void reduce_elements(const Block& block, const Places& places, ui
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       const T* source = places.source(rank) + at;
       for (uint64_t i = 0; i < size; ++i) {
-        const wide_t<T> value = op.load(widen(source[i]));
+        const wide_t<T> value = op.load(widen(rank == own ? source[i] : slot_load(source + i)));
         sum[i] = rank == 0 ? value : op.reduce(sum[i], value);
       }
     }
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       T* target = places.target(rank) + at;
-      for (uint64_t i = 0; i < size; ++i) target[i] = narrow<T>(op.finish(sum[i]));
+      for (uint64_t i = 0; i < size; ++i) slot_store(target + i, narrow<T>(op.finish(sum[i])));
     }
   }
 }

@@ -33,13 +33,13 @@ OSSICLE_DEVICE void move_elements(const Block& block, const Operands<T>& o, uint
 #pragma GCC ivdep
 #endif
   for (uint64_t i = first + block.thread; i < end; i += block.threads) {
-    const T value = combine<T, Op, RECV, LOAD>(RECV ? o.received[i] : T{}, LOAD ? o.own[i] : T{}, op, finish);
-    if (o.send) o.send[i] = value;
-    if (o.store) o.store[i] = value;
+    const T value = combine<T, Op, RECV, LOAD>(RECV ? slot_load(o.received + i) : T{}, LOAD ? o.own[i] : T{}, op, finish);
+    if (o.send) slot_store(o.send + i, value);
+    if (o.store) slot_store(o.store + i, value);
   }
 }
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
 // Packs of 16 bytes, several in flight a thread; for buffers that are aligned to a pack. Returns elements moved.
 template <typename T, typename Op, bool RECV, bool LOAD>
 OSSICLE_DEVICE uint64_t move_packs(const Block& block, const Operands<T>& o, uint64_t count, const Op& op, bool finish) {
@@ -53,7 +53,7 @@ OSSICLE_DEVICE uint64_t move_packs(const Block& block, const Operands<T>& o, uin
     for (uint32_t u = 0; u < UNROLL; ++u) {
       const uint64_t i = base + u * block.threads;
       if (i < packs) {
-        if (RECV) received[u] = reinterpret_cast<const Pack<T>*>(o.received)[i];
+        if (RECV) received[u] = slot_load(reinterpret_cast<const Pack<T>*>(o.received) + i);
         if (LOAD) own[u] = reinterpret_cast<const Pack<T>*>(o.own)[i];
       }
     }
@@ -66,8 +66,8 @@ OSSICLE_DEVICE uint64_t move_packs(const Block& block, const Operands<T>& o, uin
         for (uint32_t e = 0; e < N; ++e) {
           value.element[e] = combine<T, Op, RECV, LOAD>(received[u].element[e], own[u].element[e], op, finish);
         }
-        if (o.send) reinterpret_cast<Pack<T>*>(o.send)[i] = value;
-        if (o.store) reinterpret_cast<Pack<T>*>(o.store)[i] = value;
+        if (o.send) slot_store(reinterpret_cast<Pack<T>*>(o.send) + i, value);
+        if (o.store) slot_store(reinterpret_cast<Pack<T>*>(o.store) + i, value);
       }
     }
   }
@@ -79,7 +79,7 @@ template <typename T, typename Op, bool RECV, bool LOAD>
 OSSICLE_DEVICE void move_chunk(const Block& block, const Operands<T>& o, uint64_t count, const Op& op, bool finish,
                                bool aligned) {
   uint64_t moved = 0;
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
   if (aligned) moved = move_packs<T, Op, RECV, LOAD>(block, o, count, op, finish);
 #else
   (void)aligned;  // the compiler's vectors take unaligned data

@@ -117,15 +117,15 @@ template <typename T, typename Op> struct TwoShot {
   OSSICLE_DEVICE void reduce(const Block& block, uint64_t round, uint64_t number) const {
     const Rounds::Chunk chunk = rounds.chunk(round, work.rank);
     uint64_t reduced = 0;
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
     if (aligned) {
       const uint64_t packs = chunk.count / PACK_ELEMENTS<T>;
-      const Places<uint4> places{*this, number, chunk.at};
+      const Places<Bits> places{*this, number, chunk.at};
       reduce_packs<T>(block, places, packs, work.rank, work.ranks, op);
       reduced = packs * PACK_ELEMENTS<T>;
     }
 #endif
-    reduce_elements<T>(block, Places<T>{*this, number, chunk.at}, reduced, chunk.count, work.ranks, op);
+    reduce_elements<T>(block, Places<T>{*this, number, chunk.at}, reduced, chunk.count, work.rank, work.ranks, op);
   }
 
   // Threads 0 to ranks - 2 take the counters of one phase, the next ranks - 1 those of the other: each waits for or

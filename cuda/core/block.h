@@ -12,6 +12,7 @@ struct Block {
   uint32_t index, blocks;
 };
 
+#if !defined(OSSICLE_ORDER_MODEL)  // which brings its own
 // Every thread of the block arrives before any goes on, and sees what the others wrote before.
 template <Site SITE> OSSICLE_DEVICE void barrier(const Block& block) {
   if (dropped(SITE)) return;
@@ -30,6 +31,7 @@ template <Site SITE> OSSICLE_DEVICE bool barrier_and(const Block& block, bool ok
   (void)block;
   return ok;
 }
+#endif
 
 // The same kernel body for both: `ossicle_<name>` is the symbol in the fatbin and in the host library. On the host
 // the launcher calls it once a block.

@@ -2,18 +2,32 @@
 //
 // What moves: payload goes through slots and lines that other blocks, devices or processes write. Who may read it is
 // said by flags. The rules:
-//   - Each of these is written for a site (sites.h), so that it can be dropped: publish<Site::X>(flag, v).
 //   - publish(flag, v): everything that this thread wrote, or that its block wrote before the last barrier, is visible
 //     to whoever consumes v. consume(flag): what was published before v may be read from here on, by this thread and,
 //     after a barrier, by its block. Both are `.sys`: between processes and devices nothing narrower is allowed.
 //   - A line carries flag and data in one 8-byte store, so it needs neither: load_line and store_line are relaxed.
-//   - Slot memory is never read through ld.nc, __ldg or const __restrict__: it changes while the kernel runs.
+//   - Payload that another thread, block or rank reads or writes meanwhile goes through slot_load and slot_store: slots,
+//     staging areas, fault records, outputs. They are plain accesses, as wide as their type. Slot memory is never read
+//     through ld.nc, __ldg or const __restrict__: it changes while the kernel runs.
+//   - Reading counts too: before a place may be written again, its readers publish that they are done (a head, or the
+//     end of an operation), and the writer consumes that.
 //   - Between blocks of one kernel launch on one device `.gpu` is enough (arrive).
+//   - Each publish, consume, barrier, fence and arrival names its site: publish<Site::X>(flag, v). What nobody misses
+//     when it is dropped (ci/mutate) is taken out.
+// The proof of order (tests/order/) puts a weak memory behind these same primitives: OSSICLE_ORDER_MODEL.
 #pragma once
 #include "../layout.h"
 #include "block.h"
+#if defined(OSSICLE_ORDER_MODEL)
+#include "order_primitives.h"
+#else
 
 namespace ossicle {
+
+// Payload that others read or write while a kernel runs: slots, staging areas, and outputs, which the host may read as
+// soon as the launch has left.
+template <typename T> OSSICLE_DEVICE T slot_load(const T* from) { return *from; }
+template <typename T> OSSICLE_DEVICE void slot_store(T* to, const T& value) { *to = value; }
 
 template <Site SITE> OSSICLE_DEVICE void publish(uint64_t* flag, uint64_t value) {
 #if defined(__CUDACC__)
@@ -124,6 +138,11 @@ OSSICLE_DEVICE uint64_t exchange(uint64_t* word, uint64_t value) {
   return __atomic_exchange_n(word, value, __ATOMIC_RELAXED);
 #endif
 }
+
+}  // namespace ossicle
+#endif
+
+namespace ossicle {
 
 // The beginning of a block's part in a launch: the first block tells whoever may wait for this rank that the operation
 // has started, by the number of operations that have. Its last thread does it, whose warp is not the one that polls.

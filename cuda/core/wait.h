@@ -12,13 +12,14 @@
 // unfinished collective.
 #pragma once
 #include "memory.h"
-#if !defined(__CUDACC__)
+#if !defined(__CUDACC__) && !defined(OSSICLE_ORDER_MODEL)
 #include <sched.h>
 #include <time.h>
 #endif
 
 namespace ossicle {
 
+#if !defined(OSSICLE_ORDER_MODEL)
 OSSICLE_DEVICE uint64_t clock_ns() {
 #if defined(__CUDACC__)
   uint64_t now;
@@ -30,6 +31,7 @@ OSSICLE_DEVICE uint64_t clock_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 #endif
 }
+#endif
 
 struct Wait {
   Control* control;
@@ -41,6 +43,8 @@ struct Wait {
 
 #if defined(__CUDACC__)
   static constexpr uint32_t POLLS_A_CHECK = 1024;
+#elif defined(OSSICLE_ORDER_MODEL)
+  static constexpr uint32_t POLLS_A_CHECK = 4;
 #else
   // On the host the stop word is an ordinary cached load.
   static constexpr uint32_t POLLS_A_CHECK = 64;
@@ -78,14 +82,14 @@ struct Wait {
     const uint64_t ordinal = state->ordinal;
     if (exchange(&state->fault_claim, ordinal + 1) == ordinal + 1) return;
     FaultRecord& fault = control->fault;
-    fault.ordinal = ordinal;
-    fault.waited_ns = waited_ns;
-    fault.peer_started = load_word(control->started[peer]);
-    fault.cause = FAULT_LATE;
-    fault.peer = peer;
-    fault.channel = channel;
-    fault.step = step;
-    fault.vendor = 0;
+    slot_store(&fault.ordinal, ordinal);
+    slot_store(&fault.waited_ns, waited_ns);
+    slot_store(&fault.peer_started, load_word(control->started[peer]));
+    slot_store(&fault.cause, static_cast<uint32_t>(FAULT_LATE));
+    slot_store(&fault.peer, peer);
+    slot_store(&fault.channel, channel);
+    slot_store(&fault.step, step);
+    slot_store(&fault.vendor, 0u);
     publish<Site::FAULT_SEQUENCE>(&fault.sequence, ordinal + 1);
   }
 
@@ -93,7 +97,9 @@ struct Wait {
   // outnumber cores), yields for some milliseconds, then sleeps, so that a rank that waits for a late peer costs
   // little.
   OSSICLE_DEVICE void pace() {
-#if !defined(__CUDACC__)
+#if defined(OSSICLE_ORDER_MODEL)
+    model::pause();
+#elif !defined(__CUDACC__)
     if (polls > POLLS_BEFORE_YIELD) {
       late ? rest() : static_cast<void>(sched_yield());
       return;
@@ -107,6 +113,8 @@ struct Wait {
   OSSICLE_DEVICE void rest() {
 #if defined(__CUDACC__)
     __nanosleep(2000);
+#elif defined(OSSICLE_ORDER_MODEL)
+    model::pause();
 #else
     const timespec nap{0, NAP_NS};
     nanosleep(&nap, nullptr);

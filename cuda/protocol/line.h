@@ -47,12 +47,12 @@ template <typename T>
 OSSICLE_DEVICE void store_payload(T* data, uint64_t first, uint64_t count, bool aligned, uint64_t payload) {
   constexpr uint32_t N = LINE_ELEMENTS<T>;
   if (aligned && first + N <= count) {
-    *reinterpret_cast<uint64_t*>(data + first) = payload;
+    slot_store(reinterpret_cast<uint64_t*>(data + first), payload);
     return;
   }
   union { uint64_t payload; T element[N]; } line = {payload};
   for (uint32_t i = 0; i < N; ++i) {
-    if (first + i < count) data[first + i] = line.element[i];
+    if (first + i < count) slot_store(data + first + i, line.element[i]);
   }
 }
 

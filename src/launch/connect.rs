@@ -2,10 +2,9 @@
 
 use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
-use super::layout::{
-    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
-};
+use super::layout::{Control, State};
 use super::settings::{self, Settings};
+use super::templates::{Own, Programs};
 use super::{running, Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
 use crate::device::{Device, DeviceKind, Placement};
@@ -17,7 +16,6 @@ use crate::topology::host::HostIdentity;
 use crate::transport::{self, Geometry, Limit, PeerInbox, Reach, TwoShotGeometry};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
@@ -223,53 +221,15 @@ pub(super) fn assemble(
     for (started, inbox) in settings.started.iter().zip(&inboxes) {
         started.store(inbox.started(), Ordering::Relaxed);
     }
-    let started = inboxes[rank as usize].started();
-    let program = Box::new(ProgramWork {
+    let own = Own {
+        rank,
         state: state_address,
         control: control_address,
-        started,
-        ..program_work(&profile, rank, programs, &inboxes)
-    });
-    let one_shot = (profile.ranks > 1).then(|| {
-        let mut area = [null_mut(); MAX_RANKS];
-        area.iter_mut()
-            .zip(&inboxes)
-            .for_each(|(area, inbox)| *area = inbox.area());
-        Box::new(OneShotWork {
-            input: null_mut(),
-            output: null_mut(),
-            count: 0,
-            state: state_address,
-            control: control_address,
-            started,
-            rank,
-            ranks: profile.ranks,
-            lines: profile.lines,
-            pad: 0,
-            area,
-        })
-    });
-    let two_shot = (profile.ranks > 1).then(|| {
-        let (mut slots, mut counters) = ([null_mut(); MAX_RANKS], [null_mut(); MAX_RANKS]);
-        for (peer, inbox) in inboxes.iter().enumerate() {
-            (slots[peer], counters[peer]) = (inbox.two_shot_slots(), inbox.two_shot_counters());
-        }
-        Box::new(TwoShotWork {
-            input: null_mut(),
-            output: null_mut(),
-            count: 0,
-            state: state_address,
-            control: control_address,
-            started,
-            slot_bytes: profile.two_shot_slot_bytes,
-            rank,
-            ranks: profile.ranks,
-            most_blocks: profile.two_shot_blocks,
-            pad: 0,
-            slots,
-            counters,
-        })
-    });
+        started: inboxes[rank as usize].started(),
+    };
+    let program = Box::new(own.program_work(&profile, programs, &inboxes));
+    let one_shot = (profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
+    let two_shot = (profile.ranks > 1).then(|| Box::new(own.two_shot_work(&profile, &inboxes)));
     let engine = Engine {
         rank,
         places,
@@ -313,117 +273,5 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
             blocks: profile.two_shot_blocks as usize,
             slot_bytes: profile.two_shot_slot_bytes as usize,
         },
-    }
-}
-
-const NO_STEP: Step = Step {
-    flags: 0,
-    send: 0,
-    recv: 0,
-    chunk: 0,
-};
-
-/// The steps of one program as a kernel reads them.
-pub(super) struct Steps {
-    pub(super) chunks: u32,
-    pub(super) steps: u32,
-    pub(super) step: [Step; MAX_STEPS],
-}
-
-impl Steps {
-    fn of(program: &Program) -> Steps {
-        debug_assert!(program.steps.len() <= MAX_STEPS);
-        let mut step = [NO_STEP; MAX_STEPS];
-        for (step, planned) in step.iter_mut().zip(&program.steps) {
-            *step = Step {
-                flags: planned.flags.0,
-                send: planned.send,
-                recv: planned.recv,
-                chunk: planned.chunk,
-            };
-        }
-        Steps {
-            chunks: program.chunks,
-            steps: program.steps.len() as u32,
-            step,
-        }
-    }
-}
-
-/// The programs of one rank.
-pub(super) struct Programs {
-    pub(super) all_reduce: Steps,
-    pub(super) all_gather: Steps,
-    /// By root.
-    pub(super) broadcast: Vec<Steps>,
-}
-
-impl Programs {
-    fn of(ranks: u32, rank: u32) -> Programs {
-        Programs {
-            all_reduce: Steps::of(&plan::ring_all_reduce(ranks, rank)),
-            all_gather: Steps::of(&plan::ring_all_gather(ranks, rank)),
-            broadcast: (0..ranks)
-                .map(|root| Steps::of(&plan::ring_broadcast(ranks, rank, root)))
-                .collect(),
-        }
-    }
-}
-
-/// The links of `rank`, which all programs share, resolved to addresses; a work without steps yet.
-fn program_work(profile: &Profile, rank: u32, programs: &[Program], inboxes: &[Arc<PeerInbox>]) -> ProgramWork {
-    let own = &programs[rank as usize];
-    debug_assert!(own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
-    let none = Link {
-        slots: null_mut(),
-        tail: null_mut(),
-        head: null_mut(),
-        peer: 0,
-        pad: 0,
-    };
-    let (mut send, mut recv) = ([none; MAX_LINKS], [none; MAX_LINKS]);
-    let index = |links: &[u32]| links.iter().position(|peer| *peer == rank).unwrap_or_default();
-    let mine = &inboxes[rank as usize];
-    for (link, peer) in own.sends.iter().enumerate() {
-        // The peer knows this link by its place among the peer's receive links.
-        let at_peer = index(&programs[*peer as usize].recvs);
-        let inbox = &inboxes[*peer as usize];
-        send[link] = Link {
-            slots: inbox.slots(at_peer),
-            tail: inbox.tail(at_peer),
-            head: mine.head(link),
-            peer: *peer,
-            pad: 0,
-        };
-    }
-    for (link, peer) in own.recvs.iter().enumerate() {
-        let at_peer = index(&programs[*peer as usize].sends);
-        let inbox = &inboxes[*peer as usize];
-        recv[link] = Link {
-            slots: mine.slots(link),
-            tail: mine.tail(link),
-            head: inbox.head(at_peer),
-            peer: *peer,
-            pad: 0,
-        };
-    }
-    ProgramWork {
-        input: null_mut(),
-        output: null_mut(),
-        count: 0,
-        state: null_mut(),
-        control: null_mut(),
-        started: null_mut(),
-        slot_bytes: profile.slot_bytes,
-        slots: profile.slots,
-        channels: 1,
-        ranks: profile.ranks,
-        chunks: 0,
-        steps: 0,
-        pad: 0,
-        output_stride: 0,
-        send,
-        recv,
-        step: [NO_STEP; MAX_STEPS],
     }
 }

@@ -11,6 +11,7 @@ pub mod layout;
 mod order;
 mod running;
 mod settings;
+mod templates;
 #[cfg(test)]
 mod tests;
 
@@ -23,7 +24,6 @@ use crate::plan::{self, Algorithm, Call, Choice, Profile};
 use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
-use connect::{Programs, Steps};
 use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork};
 use order::StreamOrder;
 use parking_lot::Mutex;
@@ -31,6 +31,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use templates::{Programs, Steps};
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -80,3 +80,48 @@ fn program(ranks: u32, rank: u32, chunks: u32, slots_needed: u32, steps: Vec<Ste
         slots_needed,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fmt::Write;
+
+    /// The rows that the proof of order reads: ci/mutate has no Rust in it.
+    fn table() -> String {
+        let mut text = String::from(
+            "# What src/plan/ring.rs makes; its test compares. Name, ranks, rank, root, chunks, slots needed, peer that is\n\
+             # sent to, peer that is received from, steps as flags:chunk.\n",
+        );
+        let mut row = |name: &str, ranks: u32, rank: u32, root: u32, program: &Program| {
+            let (chunks, slots, send, recv) =
+                (program.chunks, program.slots_needed, program.sends[0], program.recvs[0]);
+            let _ = write!(text, "{name} {ranks} {rank} {root} {chunks} {slots} {send} {recv} ");
+            let steps: Vec<String> = program
+                .steps
+                .iter()
+                .map(|step| format!("{}:{}", step.flags.0, step.chunk))
+                .collect();
+            text.push_str(&steps.join(" "));
+            text.push('\n');
+        };
+        for ranks in 2..=4 {
+            for rank in 0..ranks {
+                row("all_reduce", ranks, rank, 0, &all_reduce(ranks, rank));
+                row("all_gather", ranks, rank, 0, &all_gather(ranks, rank));
+                for root in 0..ranks {
+                    row("broadcast", ranks, rank, root, &broadcast(ranks, rank, root));
+                }
+            }
+        }
+        text
+    }
+
+    #[test]
+    fn the_proof_of_order_runs_these_programs() {
+        let expected = table();
+        assert!(
+            include_str!("../../tests/order/programs.txt") == expected,
+            "tests/order/programs.txt should read:\n{expected}"
+        );
+    }
+}

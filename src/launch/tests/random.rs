@@ -335,7 +335,7 @@ impl<T: Element + Send + 'static> Drivers<'_, T> {
     /// The ranks that begin a capture, each for all ranks up to the next.
     fn heads(&self) -> Vec<Range<usize>> {
         match self.one_graph {
-            true => vec![0..self.ranks.len()],
+            true => std::iter::once(0..self.ranks.len()).collect(),
             false => (0..self.ranks.len()).map(|rank| rank..rank + 1).collect(),
         }
     }

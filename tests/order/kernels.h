@@ -1,0 +1,118 @@
+// The kernels under test, as the library launches them.
+#pragma once
+#include "world.h"
+
+namespace ossicle::model {
+
+// All programs of programs.txt, read once.
+inline std::vector<PlannedProgram> planned;
+
+inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint32_t rank, uint32_t root) {
+  for (const PlannedProgram& p : planned) {
+    if (p.name == name && p.ranks == ranks && p.rank == rank && p.root == root) return p;
+  }
+  found("programs.txt lacks a program");
+}
+
+inline Link link_to(Rank& receiver, Rank& sender, uint32_t peer) {
+  return Link{receiver.slots, receiver.tail, sender.head, peer, 0};
+}
+
+inline void prepare_program(World& world, uint32_t rank, const Op& op) {
+  const PlannedProgram& plan = planned_for(op.kernel->name, world.ranks, rank, op.root);
+  if (world.slots < plan.slots_needed) found("too few slots for a program");
+  Rank& me = world.rank[rank];
+  ProgramWork& work = me.program;
+  work = ProgramWork{};
+  work.input = me.input + op.offset;
+  work.output = me.output + op.offset;
+  work.count = op.count;
+  work.state = &me.state;
+  work.control = &me.control;
+  work.started = &me.started;
+  work.slot_bytes = world.slot_bytes;
+  work.slots = world.slots;
+  work.channels = op.blocks;
+  work.ranks = world.ranks;
+  work.chunks = plan.chunks;
+  work.steps = static_cast<uint32_t>(plan.steps.size());
+  work.output_stride = op.kernel->outputs(world, op) == op.count ? 0 : op.count;
+  work.send[0] = link_to(world.rank[plan.send], me, plan.send);
+  work.recv[0] = link_to(me, world.rank[plan.recv], plan.recv);
+  std::copy(plan.steps.begin(), plan.steps.end(), work.step);
+}
+
+inline void run_program(World& world, uint32_t rank, const Op& op, const Block& block) {
+  if (op.floats) program<float, Sum>(block, world.rank[rank].program);
+  else program<int32_t, Sum>(block, world.rank[rank].program);
+}
+
+inline void prepare_one_shot(World& world, uint32_t rank, const Op& op) {
+  Rank& me = world.rank[rank];
+  me.one_shot = OneShotWork{};
+  OneShotWork& work = me.one_shot;
+  work.input = me.input + op.offset;
+  work.output = me.output + op.offset;
+  work.count = op.count;
+  work.state = &me.state;
+  work.control = &me.control;
+  work.started = &me.started;
+  work.rank = rank;
+  work.ranks = world.ranks;
+  work.lines = world.lines;
+  for (uint32_t r = 0; r < world.ranks; ++r) work.area[r] = world.rank[r].area;
+}
+
+inline void run_one_shot(World& world, uint32_t rank, const Op& op, const Block& block) {
+  if (op.floats) one_shot<float, Sum>(block, world.rank[rank].one_shot);
+  else one_shot<int32_t, Sum>(block, world.rank[rank].one_shot);
+}
+
+inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
+  Rank& me = world.rank[rank];
+  me.two_shot = TwoShotWork{};
+  TwoShotWork& work = me.two_shot;
+  work.input = me.input + op.offset;
+  work.output = me.output + op.offset;
+  work.count = op.count;
+  work.state = &me.state;
+  work.control = &me.control;
+  work.started = &me.started;
+  work.slot_bytes = world.slot_bytes;
+  work.rank = rank;
+  work.ranks = world.ranks;
+  work.most_blocks = BLOCKS;
+  for (uint32_t r = 0; r < world.ranks; ++r) {
+    work.slots[r] = world.rank[r].staging;
+    work.counters[r] = world.rank[r].counters;
+  }
+}
+
+inline void run_two_shot(World& world, uint32_t rank, const Op& op, const Block& block) {
+  if (op.floats) two_shot<float, Sum>(block, world.rank[rank].two_shot);
+  else two_shot<int32_t, Sum>(block, world.rank[rank].two_shot);
+}
+
+inline uint32_t one_part(const World&, const Op& op) { return op.count; }
+inline uint32_t part_a_rank(const World& world, const Op& op) { return op.count * world.ranks; }
+
+inline uint32_t sum_of_all(const World& world, const Op& op, uint32_t i) {
+  uint32_t sum = 0;
+  for (uint32_t r = 0; r < world.ranks; ++r) sum += input_of(op, r, i);
+  return sum;
+}
+inline uint32_t gathered(const World&, const Op& op, uint32_t i) { return input_of(op, i / op.count, i % op.count); }
+inline uint32_t of_root(const World&, const Op& op, uint32_t i) { return input_of(op, op.root, i); }
+
+inline const std::vector<Kernel>& kernels() {
+  static const std::vector<Kernel> all{
+      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false},
+      {"all_gather", prepare_program, run_program, part_a_rank, gathered, false},
+      {"broadcast", prepare_program, run_program, one_part, of_root, false},
+      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false},
+      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true},
+  };
+  return all;
+}
+
+}  // namespace ossicle::model

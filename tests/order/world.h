@@ -1,0 +1,88 @@
+// Ranks with the memory that the library gives them: inboxes, links, counters, control blocks (src/transport/inbox.rs,
+// src/launch/connect.rs), small enough that every ring wraps within a few chunks.
+#pragma once
+#include <string>
+#include "collective/one_shot.h"
+#include "collective/program.h"
+#include "collective/two_shot.h"
+
+namespace ossicle::model {
+
+constexpr uint32_t BLOCKS = 2, THREADS = 4, COUNT = 96, LINES = COUNT / 2;
+constexpr uint32_t AGENTS_A_RANK = 1 + BLOCKS * THREADS;
+constexpr uint32_t RANKS = 4;
+static_assert(RANKS * AGENTS_A_RANK <= MAX_AGENTS, "views are too short");
+
+struct Kernel;
+
+// One operation, the same on all ranks.
+struct Op {
+  const Kernel* kernel;
+  uint32_t number, count, blocks, threads, root;
+  // Buffers begin so many elements past a multiple of 16 bytes.
+  uint32_t offset;
+  bool floats;
+};
+
+// A kernel under test. To add one: give it a `prepare` that fills its work struct in Rank, a `body` that runs it as one
+// thread, and what it must compute; put it in kernels() of kernels.h, its work struct into Rank, its staging memory and
+// flags into Rank and World, and its sites into cuda/core/sites.h. ci/mutate finds the sites there.
+struct Kernel {
+  const char* name;
+  void (*prepare)(struct World& world, uint32_t rank, const Op& op);
+  void (*body)(struct World& world, uint32_t rank, const Op& op, const Block& block);
+  // Elements of the output, and of each the value.
+  uint32_t (*outputs)(const struct World& world, const Op& op);
+  uint32_t (*expected)(const struct World& world, const Op& op, uint32_t i);
+  // Its data goes as lines: no block is without one (src/plan/choose.rs), and the line epoch counts.
+  bool lines;
+};
+
+// A row of programs.txt: what plan/ makes for one rank.
+struct PlannedProgram {
+  std::string name;
+  uint32_t ranks, rank, root, chunks, slots_needed, send, recv;
+  std::vector<Step> steps;
+};
+
+struct alignas(128) Rank {
+  Control control;
+  State state;
+  uint32_t input[RANKS * COUNT + 4], output[RANKS * COUNT + 4];
+  alignas(16) uint8_t slots[BLOCKS * 3 * 128];
+  uint64_t tail[BLOCKS * FLAG_STRIDE], head[BLOCKS * FLAG_STRIDE];
+  Line area[2 * RANKS * LINES];
+  ProgramWork program;
+  uint64_t started;
+  alignas(16) uint8_t staging[2 * (RANKS - 1) * BLOCKS * 2 * 128];
+  uint64_t counters[2 * (RANKS - 1) * BLOCKS * FLAG_STRIDE];
+  OneShotWork one_shot;
+  TwoShotWork two_shot;
+  // What happened before the next launch.
+  View view;
+  Buffer* buffers[BLOCKS];
+};
+
+struct World {
+  uint32_t ranks, slots, slot_bytes;
+  uint32_t lines;  // of a region: what the longest operation needs
+  std::vector<Op> ops;
+  // The last operation lacks a rank and is stopped.
+  bool stopped;
+  uint32_t absent;
+  std::unique_ptr<Rank[]> rank;
+};
+
+inline uint32_t host_of(uint32_t rank) { return rank * AGENTS_A_RANK; }
+inline uint32_t agent_of(uint32_t rank, uint32_t block, uint32_t thread) {
+  return host_of(rank) + 1 + block * THREADS + thread;
+}
+
+// Rank r's element i of an operation's input; never 0, which fresh memory holds, and small enough for exact sums.
+inline uint32_t input_of(const Op& op, uint32_t rank, uint32_t i) { return 1 + (op.number * 37 + rank * 11 + i * 5) % 97; }
+
+inline uint32_t bits_of(const Op& op, uint32_t value) {
+  return op.floats ? bits_of_float(static_cast<float>(value)) : value;
+}
+
+}  // namespace ossicle::model
