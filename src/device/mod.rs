@@ -214,11 +214,11 @@ pub trait Device: Any + Send + Sync {
     fn uuid(&self) -> [u8; 16];
     /// For messages: bus id and name of the GPU, or "host device N".
     fn describe(&self) -> String;
-    /// UUIDs of the devices whose memory this one's kernels can address, besides its own.
-    fn peers(&self) -> Vec<[u8; 16]> {
+    /// UUIDs of the devices of this process whose memory this one's kernels cannot address.
+    fn out_of_reach(&self) -> Vec<[u8; 16]> {
         Vec::new()
     }
-    /// Lets this device's kernels address the memory of a device that `peers` named.
+    /// Lets this device's kernels address the memory of another device of this process.
     fn open_peer(&self, _uuid: [u8; 16]) -> Result<()> {
         Ok(())
     }

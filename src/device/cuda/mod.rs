@@ -373,8 +373,8 @@ impl Device for CudaDevice {
         self.gpu.clone()
     }
 
-    fn peers(&self) -> Vec<[u8; 16]> {
-        self.reachable_peers()
+    fn out_of_reach(&self) -> Vec<[u8; 16]> {
+        self.unreachable_peers()
     }
 
     fn open_peer(&self, uuid: [u8; 16]) -> Result<()> {

@@ -449,12 +449,12 @@ fn zeroing_is_polled_up_to_its_deadline() {
 }
 
 #[test]
-fn peers_are_the_other_gpus_within_reach() {
-    let (fake, device) = fake_device("peers");
-    assert_eq!(device.peers(), [[0x41; 16]]);
-    for trouble in [c"fake_no_access", c"fake_fail_access", c"fake_fail_uuid"] {
+fn other_gpus_are_out_of_reach_unless_the_driver_grants_access() {
+    let (fake, device) = fake_device("out_of_reach");
+    assert!(device.out_of_reach().is_empty());
+    for trouble in [c"fake_no_access", c"fake_fail_access"] {
         fake.set(trouble, 1i32);
-        assert!(device.peers().is_empty(), "{trouble:?}");
+        assert_eq!(device.out_of_reach(), [[0x41; 16]], "{trouble:?}");
         fake.set(trouble, 0i32);
     }
 }
