@@ -9,7 +9,7 @@ use crate::launch::layout::MAX_RANKS;
 use crate::sys::process_local::ProcessLocal;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 /// So many of a rank's latest launches are remembered; a rank that is further ahead of another is not checked.
@@ -20,8 +20,6 @@ const REMEMBERED: usize = 16;
 pub(super) struct Clique {
     launches: [AtomicU64; MAX_RANKS],
     streams: [[AtomicU64; REMEMBERED]; MAX_RANKS],
-    /// Whether any launch went to a queue. Until then nothing is noted of those on callers' threads.
-    queued: AtomicBool,
 }
 
 /// A stream is remembered as its key with its device's ordinal below.
@@ -64,18 +62,14 @@ impl Clique {
     /// same or a later one there: that waits for this, which would wait behind it. One of two that come at once sees
     /// the other.
     pub(super) fn enter(&self, rank: u32, device: &dyn Device, key: u64, number: u64) -> Result<()> {
-        let here = key == CALLERS_THREAD_KEY;
-        if here && !self.queued.load(Ordering::Relaxed) {
+        // Such an operation is done on all ranks before this one launches another, so that none is queued before it.
+        if key == CALLERS_THREAD_KEY {
             return Ok(());
         }
         let mine = rank as usize;
         let stream = key << ORDINAL_BITS | (streams_of(device) as u64 & ORDINAL_MASK);
         self.streams[mine][number as usize % REMEMBERED].store(stream, Ordering::SeqCst);
         self.launches[mine].store(number + 1, Ordering::SeqCst);
-        if here {
-            return Ok(());
-        }
-        self.queued.store(true, Ordering::Relaxed);
         for other in (0..MAX_RANKS).filter(|other| *other != mine) {
             let ahead = self.launches[other].load(Ordering::SeqCst);
             let remembered = ahead.saturating_sub(REMEMBERED as u64).max(number)..ahead;

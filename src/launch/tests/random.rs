@@ -334,10 +334,9 @@ impl<T: Element + Send + 'static> Drivers<'_, T> {
 
     /// The ranks that begin a capture, each for all ranks up to the next.
     fn heads(&self) -> Vec<Range<usize>> {
-        match self.one_graph {
-            true => std::iter::once(0..self.ranks.len()).collect(),
-            false => (0..self.ranks.len()).map(|rank| rank..rank + 1).collect(),
-        }
+        let number = self.ranks.len();
+        let each = if self.one_graph { number } else { 1 };
+        (0..number).step_by(each).map(|rank| rank..rank + each).collect()
     }
 
     fn capture(&mut self, groups: &[Group]) {

@@ -34,6 +34,15 @@ pub(super) struct Buffer<T>(Box<[UnsafeCell<T>]>);
 // SAFETY: plain numbers; whoever uses them is ordered by streams, which is what these tests are about.
 unsafe impl<T: Send> Sync for Buffer<T> {}
 
+impl<T> Drop for Buffer<T> {
+    /// When a test fails, kernels may still run; what they write to must not become another test's.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::mem::forget(std::mem::take(&mut self.0));
+        }
+    }
+}
+
 impl<T: Element> Buffer<T> {
     pub(super) fn new(elements: &[T]) -> Arc<Buffer<T>> {
         Arc::new(Buffer(elements.iter().copied().map(UnsafeCell::new).collect()))
