@@ -150,9 +150,10 @@ OSSICLE_DEVICE void enter(const Block& block, const State* state, uint64_t* star
   if (block.index == 0 && block.thread == block.threads - 1) store_word(started, state->ordinal + 1);
 }
 
-// A count that only the CPU reads, to give memory back later. A GPU does not fence for it: a release to host memory holds
-// up the end of a kernel by about 1 us, and the driver call that takes memory away comes later than any store that is
-// still under way.
+// A count that only the CPU reads, to give memory back later. A GPU does not fence for it, since a release to host memory
+// holds up the end of every kernel by about 1 us. So by the letter of the memory model a last store of the kernel could
+// land after the count; what makes it safe is time: memory is given back at the end of a communicator, and its next
+// holder begins with a memset, which the driver launches microseconds after the CPU has read the count over the bus.
 template <Site SITE> OSSICLE_DEVICE void tell_host(uint64_t* count, uint64_t value) {
 #if defined(__CUDACC__)
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(count), "l"(value) : "memory");

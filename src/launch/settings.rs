@@ -112,7 +112,7 @@ impl Settings {
             one_shot_blocks: most,
             two_shot_blocks: most,
             two_shot_block_bytes: if least > 1 { 1 } else { 16384 },
-            two_shot_slot_bytes: two_shot_slot_bytes(ranks),
+            two_shot_slot_bytes: two_shot_slot_bytes(ranks, most),
             threads: 512,
         }
     }
@@ -139,12 +139,13 @@ fn one_shot_lines(bytes: u64, ranks: u32) -> u32 {
     }
 }
 
-/// Slots of all ranks of one GPU should fit into its L2 cache; with more ranks each has slots for more sources.
-fn two_shot_slot_bytes(ranks: u32) -> u64 {
+/// Slots of all ranks of one GPU should fit into its L2 cache, and few blocks need long rounds; with more ranks each has
+/// slots for more sources.
+fn two_shot_slot_bytes(ranks: u32, blocks: u32) -> u64 {
     match ranks {
-        0..=2 => 65536,
-        3..=8 => 32768,
-        _ => 16384,
+        0..=2 if blocks <= 32 => 131_072,
+        0..=8 => 65_536,
+        _ => 32_768,
     }
 }
 

@@ -94,7 +94,10 @@ void check_fault(const World& world, uint32_t r, const Op& op, uint64_t& known) 
   const uint64_t cause = memory->load(&fault.cause, 4, Kind::RELAXED);
   const uint64_t peer = memory->load(&fault.peer, 4, Kind::RELAXED);
   const uint64_t channel = memory->load(&fault.channel, 4, Kind::RELAXED);
-  const bool right = ordinal + 1 == sequence && ordinal == op.number && waited > 0 && cause == FAULT_LATE &&
+  // What the peer had started by then: no more than what it has by now.
+  const uint64_t peer_started = memory->load(&fault.peer_started, 8, Kind::RELAXED);
+  const bool started = peer >= world.ranks || peer_started <= world.rank[peer].started;
+  const bool right = started && ordinal + 1 == sequence && ordinal == op.number && waited > 0 && cause == FAULT_LATE &&
                      peer < world.ranks && peer != r && channel < op.blocks;
   if (!right) found("a fault record with wrong contents");
 }
