@@ -9,7 +9,7 @@
 
 use std::ffi::{c_void, CStr};
 use std::io::{Error, Result};
-use std::mem::{ManuallyDrop, MaybeUninit};
+use std::mem::MaybeUninit;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,18 +20,18 @@ const STACK_BYTES: usize = 2 << 20;
 
 /// A thread that was started. Dropped, it goes on by itself.
 pub(crate) struct Thread {
-    id: libc::pthread_t,
+    /// There until it is joined or let go.
+    id: Option<libc::pthread_t>,
     finished: Arc<AtomicBool>,
 }
 
 impl Thread {
     /// Waits until it has ended. A panic of its body ended it like a return.
-    pub(crate) fn join(self) {
-        let thread = ManuallyDrop::new(self);
-        // SAFETY: the thread was neither joined nor detached: both take the value, and this one is not dropped.
-        unsafe { libc::pthread_join(thread.id, null_mut()) };
-        // SAFETY: the value is not dropped otherwise, and `thread` is not used any more.
-        drop(unsafe { std::ptr::read(&thread.finished) });
+    pub(crate) fn join(mut self) {
+        if let Some(id) = self.id.take() {
+            // SAFETY: the thread was neither joined nor detached, for either takes the id.
+            unsafe { libc::pthread_join(id, null_mut()) };
+        }
     }
 
     /// Whether its body is over, so that `join` returns at once.
@@ -42,8 +42,10 @@ impl Thread {
 
 impl Drop for Thread {
     fn drop(&mut self) {
-        // SAFETY: as in `join`.
-        unsafe { libc::pthread_detach(self.id) };
+        if let Some(id) = self.id.take() {
+            // SAFETY: as in `join`.
+            unsafe { libc::pthread_detach(id) };
+        }
     }
 }
 
@@ -53,7 +55,8 @@ struct Start {
     finished: Arc<AtomicBool>,
 }
 
-/// Starts a thread that takes no signal but those that its own faults raise. The kernel keeps 15 bytes of the name.
+/// Starts a thread that takes no signal but those that its own faults raise. The name has at most 15
+/// bytes.
 pub(crate) fn spawn(name: &'static CStr, body: impl FnOnce() + Send + 'static) -> Result<Thread> {
     let finished = Arc::new(AtomicBool::new(false));
     let start = Box::new(Start {
@@ -82,7 +85,8 @@ pub(crate) fn spawn(name: &'static CStr, body: impl FnOnce() + Send + 'static) -
     let id = create(start);
     // SAFETY: `before` is the mask that this thread had.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), null_mut()) };
-    Ok(Thread { id: id?, finished })
+    let id = Some(id?);
+    Ok(Thread { id, finished })
 }
 
 fn create(start: Box<Start>) -> Result<libc::pthread_t> {
@@ -112,7 +116,7 @@ fn create(start: Box<Start>) -> Result<libc::pthread_t> {
 extern "C" fn run(start: *mut c_void) -> *mut c_void {
     // SAFETY: `create` gives this thread, and nobody else, a box of this type.
     let Start { name, body, finished } = *unsafe { Box::from_raw(start.cast::<Start>()) };
-    // SAFETY: of this thread, and a C string. A name that is too long is not set, which a debugger shows.
+    // SAFETY: of this thread, and a C string. It fails for longer names only.
     unsafe { libc::pthread_setname_np(libc::pthread_self(), name.as_ptr()) };
     if let Err(panic) = catch_unwind(AssertUnwindSafe(body)) {
         // It was said by the panic hook. What it carries may panic when dropped.
