@@ -117,7 +117,9 @@ impl Communicator {
     /// Waits for the thread of `initialise`, whose steps have deadlines of their own.
     pub(crate) fn join_initialiser(&self) {
         // Its body catches panics, so that there is no outcome to read here.
-        self.initialiser.lock().take().map(Thread::join);
+        if let Some(thread) = self.initialiser.lock().take() {
+            thread.join();
+        }
     }
 
     /// As `join_initialiser`, of a thread that was told to stop; false if it still runs after `limit`.

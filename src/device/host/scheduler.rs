@@ -504,7 +504,9 @@ impl Drop for Scheduler {
         self.shared.changed.notify_one();
         drop(state);
         // Its body does not panic: it moves entries and starts threads.
-        self.dispatcher.take().map(Thread::join);
+        if let Some(dispatcher) = self.dispatcher.take() {
+            dispatcher.join();
+        }
         let ended = || Ok(self.shared.state.lock().running == 0);
         let ended = patiently(&self.shared, "a dropped scheduler's streams still run", ended);
         let runners = std::mem::take(&mut self.shared.state.lock().runners);
