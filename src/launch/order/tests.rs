@@ -96,7 +96,7 @@ impl Device for Recorder {
         Ok(mark.unwrap_or_else(|| Mark(7 + self.marks.fetch_add(1, Ordering::Relaxed))))
     }
     fn reached(&self, mark: Mark) -> Result<bool> {
-        assert_eq!(mark, Mark(7));
+        assert!(mark.0 >= 7, "not given: {mark:?}");
         Ok(!self.running.load(Ordering::Relaxed))
     }
     fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()> {
@@ -262,7 +262,7 @@ fn memory_stays_while_another_engine_has_a_kernel() {
     recorder.running.store(true, Ordering::Relaxed);
     recorder.capture(2, 5);
     launch(&busy[0], 2);
-    launch(&busy[0], 1);
+    launch(&busy[0], 3);
     stays("the mark is not reached");
     recorder.running.store(false, Ordering::Relaxed);
     let held = busy[0].order.lock();
@@ -361,8 +361,8 @@ fn ranks_of_one_group_on_one_stream_are_forked_and_joined() {
     // No stream, no event more where none is shared.
     assert_eq!(launch_group(&engines, [&[3], &[100]]), Ok(()));
     assert_eq!(recorder.take(), "kernel 3, kernel 100");
-    all_left(&engines[0], 5);
-    all_left(&engines[1], 6);
+    all_left(&engines[0], 6);
+    all_left(&engines[1], 7);
     drop(engines);
     assert_eq!(recorder.take(), "back 100");
 }
