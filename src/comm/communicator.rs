@@ -172,8 +172,8 @@ impl Communicator {
         match turn.engine.prepare(request)? {
             Some(work) => {
                 let batch = [(turn.engine, std::slice::from_ref(&work))];
-                launch::admit(&batch)?;
-                launch::launch(&batch).map_err(|error| self.blame(error))
+                let admitted = launch::admit(&batch)?;
+                admitted.launch().map_err(|error| self.blame(error))
             }
             None => Ok(()),
         }

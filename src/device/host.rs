@@ -183,6 +183,8 @@ pub struct HostDevice {
     workers: Mutex<Vec<Worker>>,
     /// Marks that are lent, by their numbers.
     marks: Mutex<HashMap<usize, Arc<Moment>>>,
+    /// Side streams that are lent, by their handles.
+    sides: Mutex<HashMap<usize, Stream>>,
 }
 
 pub fn open(ordinal: i32) -> Arc<dyn Device> {
@@ -196,6 +198,7 @@ pub fn open(ordinal: i32) -> Arc<dyn Device> {
         uuid,
         workers: Mutex::new(Vec::new()),
         marks: Mutex::default(),
+        sides: Mutex::default(),
     })
 }
 
@@ -403,6 +406,20 @@ impl Device for HostDevice {
 
     fn unmark(&self, mark: Mark) {
         self.marks.lock().remove(&mark.0);
+    }
+
+    /// Of the same scheduler, as it must be for both to be in one capture.
+    fn side_stream(&self, beside: *mut c_void) -> Result<*mut c_void> {
+        let (scheduler, _) = stream::find(beside)?;
+        let side = Stream::new(scheduler);
+        let handle = side.handle();
+        self.sides.lock().insert(handle as usize, side);
+        Ok(handle)
+    }
+
+    fn give_side_stream_back(&self, stream: *mut c_void) {
+        let side = self.sides.lock().remove(&(stream as usize));
+        drop(side);
     }
 
     fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()> {

@@ -254,13 +254,19 @@ pub trait Device: Any + Send + Sync {
     /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`, and both are in one
     /// capture or in none: a wait for captured work would draw the stream that waits into the capture.
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()>;
-    /// Puts a mark behind all work that is now in `stream`, which is in no capture: `mark` anew, or else a fresh one.
+    /// Puts a mark behind all work that is now in `stream`: `mark` anew, or else a fresh one. Of captured work only
+    /// streams of the same capture may wait, and nobody asks whether it is done.
     fn mark(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark>;
     /// Whether the work before the mark is done.
     fn reached(&self, mark: Mark) -> Result<bool>;
     /// Makes `next` wait for the mark. The marked stream need not exist any more.
     fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()>;
     fn unmark(&self, mark: Mark);
+    /// A stream of the library's own, in no capture and empty, whose work runs beside that in `beside` and in every
+    /// other stream. It is given back with `give_side_stream_back`.
+    fn side_stream(&self, beside: *mut c_void) -> Result<*mut c_void>;
+    /// Waits for nothing: also not for the end of a capture that the stream may still be in.
+    fn give_side_stream_back(&self, stream: *mut c_void);
     /// Keeps `kept` for as long as the graph that `stream` is captured into, or anything made of it, can run.
     fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()>;
     /// The device still answers: an error that a kernel or the driver left makes every later call fail.

@@ -7,6 +7,7 @@
 mod budget;
 mod clique;
 mod connect;
+mod fork;
 pub mod layout;
 mod order;
 mod running;
@@ -25,7 +26,7 @@ use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
 use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork};
-use order::StreamOrder;
+use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -96,6 +97,14 @@ unsafe impl Send for Work {}
 impl Work {
     fn on_callers_thread(&self) -> bool {
         self.stream_key.stream == CALLERS_THREAD_KEY
+    }
+
+    /// Where it goes if it goes where its caller says.
+    fn target(&self) -> Target {
+        Target {
+            stream: self.stream,
+            key: self.stream_key,
+        }
     }
 
     fn arguments(&self) -> &[u8] {
@@ -358,18 +367,15 @@ impl Engine {
         Ok(())
     }
 
-    fn enter_clique(&self, works: &[Work]) -> Result<()> {
-        let launched = self.launched.load(Ordering::Relaxed);
-        let eager = works.iter().filter(|work| work.stream_key.capture.is_none());
-        eager.zip(launched..).try_for_each(|(work, number)| {
-            self.clique
-                .enter(self.rank, self.device.as_ref(), work.stream_key.stream, number)
-        })
-    }
-
-    /// Takes back what was entered and not launched.
-    fn leave_clique(&self) {
-        self.clique.leave(self.rank, self.launched.load(Ordering::Relaxed));
+    fn launch_of<'a>(&'a self, work: &'a Work, stream: *mut c_void) -> Launch<'a> {
+        Launch {
+            device: &self.device,
+            kernel: work.kernel,
+            blocks: work.choice.blocks,
+            threads: work.choice.threads,
+            arguments: work.arguments(),
+            stream,
+        }
     }
 
     /// After a launch on the caller's thread: whether the operation was stopped.
@@ -400,80 +406,57 @@ impl Drop for Engine {
         }
         running::leave(self, done.is_ok());
         self.give_mark_back();
+        if done.is_ok() {
+            self.give_sides_back();
+        }
     }
 }
 
 /// One rank's part of a batch: its engine and its works in order.
 pub type Part<'a> = (&'a Engine, &'a [Work]);
 
-/// Checks a batch against what the ranks of this process have launched. After a refusal nothing has changed.
-pub fn admit(batch: &[Part]) -> Result<()> {
+/// A batch that was checked, with all that its launch needs.
+pub struct Admitted<'a> {
+    batch: &'a [Part<'a>],
+    sides: fork::Sides,
+}
+
+/// Checks a batch against what the ranks of this process have launched. The parts belong to different communicators or
+/// ranks. After a refusal nothing has changed.
+pub fn admit<'a>(batch: &'a [Part<'a>]) -> Result<Admitted<'a>> {
     order::check_streams(batch)?;
     order::check_captures(batch)?;
     batch.iter().try_for_each(|(engine, works)| engine.check_order(works))?;
-    for (index, (engine, works)) in batch.iter().enumerate() {
-        if let Err(error) = engine.enter_clique(works) {
-            batch[..=index].iter().for_each(|(engine, _)| engine.leave_clique());
-            return Err(error);
-        }
-    }
-    Ok(())
+    let sides = fork::sides(batch)?;
+    clique::enter(batch)?;
+    Ok(Admitted { batch, sides })
 }
 
-/// Launches an admitted batch; the parts belong to different communicators or ranks. What goes to streams that are
-/// queues is put there, and the call returns. On the host device's default stream the call returns when all are done,
-/// with an error if a rank was stopped before its operation was complete.
-pub fn launch(batch: &[Part]) -> Result<()> {
-    match batch {
-        // A rank with a thread of its own.
-        [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
-            device::host::launch_alone(&launch_of(engine, work))?
-        }
-        _ => {
-            enqueue(batch)?;
-            let here = batch.iter().filter(|part| on_callers_thread(part));
-            let sequences: Vec<Vec<Launch>> = here.map(|(engine, works)| launches_of(engine, works)).collect();
-            if sequences.is_empty() {
-                return Ok(());
+impl Admitted<'_> {
+    /// What goes to streams that are queues is put there, and the call returns. On the host device's default stream the
+    /// call returns when all are done, with an error if a rank was stopped before its operation was complete.
+    pub fn launch(self) -> Result<()> {
+        match self.batch {
+            // A rank with a thread of its own.
+            [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
+                device::host::launch_alone(&engine.launch_of(work, work.stream))?
             }
-            device::host::launch(&sequences)?
-        }
-    }
-    let mut here = batch.iter().filter(|part| on_callers_thread(part));
-    here.try_for_each(|(engine, works)| {
-        engine.launched.fetch_add(works.len() as u64, Ordering::Release);
-        engine.outcome()
-    })
-}
-
-/// The ranks of one communicator are launched side by side, operation by operation, since their kernels wait for each
-/// other.
-fn enqueue(batch: &[Part]) -> Result<()> {
-    for (index, (first, _)) in batch.iter().enumerate() {
-        let of_first = |part: &&Part| Arc::ptr_eq(&part.0.clique, &first.clique) && !on_callers_thread(part);
-        if batch[..index]
-            .iter()
-            .any(|(other, _)| Arc::ptr_eq(&other.clique, &first.clique))
-        {
-            continue;
-        }
-        let most = batch
-            .iter()
-            .filter(of_first)
-            .map(|(_, works)| works.len())
-            .max()
-            .unwrap_or(0);
-        for round in 0..most {
-            for (engine, works) in batch.iter().filter(of_first) {
-                if let Some(work) = works.get(round) {
-                    engine.before_launch(work)?;
-                    engine.device.enqueue(&launch_of(engine, work))?;
-                    engine.after_launch(work)?;
+            batch => {
+                fork::enqueue(batch, &self.sides)?;
+                let here = batch.iter().filter(|part| on_callers_thread(part));
+                let sequences: Vec<Vec<Launch>> = here.map(launches_of).collect();
+                if sequences.is_empty() {
+                    return Ok(());
                 }
+                device::host::launch(&sequences)?
             }
         }
+        let mut here = self.batch.iter().filter(|part| on_callers_thread(part));
+        here.try_for_each(|(engine, works)| {
+            engine.launched.fetch_add(works.len() as u64, Ordering::Release);
+            engine.outcome()
+        })
     }
-    Ok(())
 }
 
 /// Works of one part are all on the caller's thread or all in streams that are queues (`order::check_streams`).
@@ -481,17 +464,6 @@ fn on_callers_thread((_, works): &Part) -> bool {
     works.first().is_some_and(Work::on_callers_thread)
 }
 
-fn launches_of<'a>(engine: &'a Engine, works: &'a [Work]) -> Vec<Launch<'a>> {
-    works.iter().map(|work| launch_of(engine, work)).collect()
-}
-
-fn launch_of<'a>(engine: &'a Engine, work: &'a Work) -> Launch<'a> {
-    Launch {
-        device: &engine.device,
-        kernel: work.kernel,
-        blocks: work.choice.blocks,
-        threads: work.choice.threads,
-        arguments: work.arguments(),
-        stream: work.stream,
-    }
+fn launches_of<'a>((engine, works): &Part<'a>) -> Vec<Launch<'a>> {
+    works.iter().map(|work| engine.launch_of(work, work.stream)).collect()
 }

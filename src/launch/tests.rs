@@ -121,7 +121,7 @@ fn run<T: Element>(engines: &[Engine], inputs: &[Vec<T>], op: ReduceOp, shift: u
         .iter()
         .map(|(engine, work)| (*engine, std::slice::from_ref(work)))
         .collect();
-    launch(&parts).unwrap();
+    admit(&parts).and_then(Admitted::launch).unwrap();
     let untouched = |guard: &[T]| guard.iter().all(|element| element.same(canary));
     for buffer in &buffers {
         assert!(
@@ -263,7 +263,7 @@ fn move_bytes(
         .iter()
         .map(|(engine, work)| (*engine, std::slice::from_ref(work)))
         .collect();
-    launch(&parts).unwrap();
+    admit(&parts).and_then(Admitted::launch).unwrap();
     for output in &outputs {
         let guard = output[..shift].iter().chain(&output[shift + blocks * count..]);
         assert!(guard.into_iter().all(|byte| *byte == 0xa5), "guard written");
@@ -333,7 +333,7 @@ fn ranks_need_not_agree_on_alignment() {
     let kinds: Vec<DataType> = works.iter().map(|work| work.kernel.datatype).collect();
     assert_eq!(kinds, [DataType::Int32, DataType::Uint8, DataType::Int32]);
     let parts: Vec<Part> = engines.iter().zip(works.iter().map(std::slice::from_ref)).collect();
-    launch(&parts).unwrap();
+    admit(&parts).and_then(Admitted::launch).unwrap();
     for (rank, output) in outputs.iter().enumerate() {
         assert_eq!(
             output[rank % 2..rank % 2 + 3 * count],
@@ -464,7 +464,7 @@ fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
         let mut engines = engines.into_iter();
         let late = Arc::new(engines.next().unwrap());
         let waiting = late.clone();
-        let thread = std::thread::spawn(move || launch(&[(&*waiting, &[work])]));
+        let thread = std::thread::spawn(move || admit(&[(&*waiting, &[work])]).and_then(Admitted::launch));
         let fault = loop {
             match late.take_fault() {
                 Some(fault) => break fault,

@@ -4,7 +4,7 @@ use super::oracle::{self, Element, Order, Patterns};
 use super::{cluster, profile};
 use crate::device::host::Stream;
 use crate::error::Result;
-use crate::launch::{admit, launch, Algorithm, Engine, Part, Work};
+use crate::launch::{admit, Algorithm, Engine, Part, Work};
 use crate::request::{Collective, ReduceOp, Request};
 use crate::transport::Path;
 use std::cell::UnsafeCell;
@@ -115,8 +115,7 @@ pub(super) fn submit(calls: &[(&Engine, Request)]) -> Result<()> {
         works[place].1.extend(engine.prepare(request)?);
     }
     let batch: Vec<Part> = works.iter().map(|(engine, works)| (*engine, &works[..])).collect();
-    admit(&batch)?;
-    launch(&batch)
+    admit(&batch)?.launch()
 }
 
 /// Inputs and outputs of one sum of all ranks, with what it must give.
