@@ -133,9 +133,14 @@ fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
     }
 }
 
-/// The same for all-gather and broadcast: beside a two-shot with fewer hops, or whose hops reduce nothing.
+/// The same for all-gather and broadcast, beside a two-shot that has fewer hops or reduces nothing. Through a CPU's caches
+/// the flags of lines cost more than counters do from three ranks on.
 fn one_shot_move_bytes(cuda: bool, ranks: u32) -> u64 {
-    one_shot_bytes(cuda, ranks) / 2
+    match (cuda, ranks) {
+        (true, _) => one_shot_bytes(cuda, ranks) / 2,
+        (false, 0..=2) => 64,
+        (false, _) => 0,
+    }
 }
 
 fn one_shot_lines(bytes: u64, ranks: u32) -> u32 {
