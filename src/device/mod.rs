@@ -98,12 +98,19 @@ pub struct Export {
     pub fd: OwnedFd,
 }
 
-/// Which kernel: one of the families in `cuda/kernels.cu` for one element type and operation.
+/// Which kernel of `cuda/kernels.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Kernel {
-    pub family: KernelFamily,
-    pub datatype: DataType,
-    pub op: ReduceOp,
+pub enum Kernel {
+    /// One of a family, for one element type and operation.
+    Reduction {
+        family: KernelFamily,
+        datatype: DataType,
+        op: ReduceOp,
+    },
+    /// All-gather and broadcast of bytes as LL lines (`cuda/collective/one_shot_move.h`).
+    OneShotMove,
+    /// All-gather and broadcast of bytes through staging (`cuda/collective/two_shot_move.h`).
+    TwoShotMove,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -117,7 +124,7 @@ pub enum KernelFamily {
 }
 
 impl Kernel {
-    /// The element types and operations that kernels exist for.
+    /// The element types and operations that reductions exist for.
     pub const DATATYPES: [DataType; 6] = [
         DataType::Float32,
         DataType::Bfloat16,
@@ -128,33 +135,52 @@ impl Kernel {
     ];
     pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
     pub const FAMILIES: [KernelFamily; 3] = [KernelFamily::Program, KernelFamily::OneShot, KernelFamily::TwoShot];
-    pub const COUNT: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
+    pub const MOVES: [Kernel; 2] = [Kernel::OneShotMove, Kernel::TwoShotMove];
+    const REDUCTIONS: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
+    pub const COUNT: usize = Self::REDUCTIONS + Self::MOVES.len();
 
     /// Every kernel there is, in the order of `index`.
     pub fn all() -> impl Iterator<Item = Kernel> {
-        Self::FAMILIES.into_iter().flat_map(|family| {
-            Self::DATATYPES
+        let of_type = |family, datatype| {
+            Self::OPS
                 .into_iter()
-                .flat_map(move |datatype| Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op }))
-        })
+                .map(move |op| Kernel::Reduction { family, datatype, op })
+        };
+        Self::FAMILIES
+            .into_iter()
+            .flat_map(move |family| {
+                Self::DATATYPES
+                    .into_iter()
+                    .flat_map(move |datatype| of_type(family, datatype))
+            })
+            .chain(Self::MOVES)
     }
 
     /// Position in `all()`; None where no such kernel exists.
     pub fn index(self) -> Option<usize> {
-        let datatype = Self::DATATYPES.iter().position(|known| *known == self.datatype)?;
-        let op = Self::OPS.iter().position(|known| *known == self.op)?;
-        let family = Self::FAMILIES.iter().position(|known| *known == self.family)?;
+        let Kernel::Reduction { family, datatype, op } = self else {
+            let place = Self::MOVES.iter().position(|known| *known == self)?;
+            return Some(Self::REDUCTIONS + place);
+        };
+        let datatype = Self::DATATYPES.iter().position(|known| *known == datatype)?;
+        let op = Self::OPS.iter().position(|known| *known == op)?;
+        let family = Self::FAMILIES.iter().position(|known| *known == family)?;
         Some((family * Self::DATATYPES.len() + datatype) * Self::OPS.len() + op)
     }
 
     /// The symbol in the fatbin, e.g. `ossicle_program_float_sum`.
     pub fn symbol(self) -> String {
-        let family = match self.family {
+        let (family, datatype, op) = match self {
+            Kernel::Reduction { family, datatype, op } => (family, datatype, op),
+            Kernel::OneShotMove => return String::from("ossicle_one_shot_move"),
+            Kernel::TwoShotMove => return String::from("ossicle_two_shot_move"),
+        };
+        let family = match family {
             KernelFamily::Program => "program",
             KernelFamily::OneShot => "one_shot",
             KernelFamily::TwoShot => "two_shot",
         };
-        format!("ossicle_{family}_{}_{}", self.datatype.name(), self.op.name())
+        format!("ossicle_{family}_{}_{}", datatype.name(), op.name())
     }
 }
 
@@ -328,6 +354,16 @@ pub fn free_user(pointer: *mut c_void) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_kernel_has_its_own_place_and_symbol() {
+        let symbols: HashSet<String> = Kernel::all().map(Kernel::symbol).collect();
+        assert_eq!(symbols.len(), Kernel::COUNT);
+        for (place, kernel) in Kernel::all().enumerate() {
+            assert_eq!(kernel.index(), Some(place), "{kernel:?}");
+        }
+    }
 
     #[test]
     fn streams_conflict_with_themselves_and_blocking_ones_with_the_legacy_stream() {

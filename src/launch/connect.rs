@@ -4,7 +4,7 @@ use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
 use super::settings::{self, Settings};
-use super::templates::{Own, Programs};
+use super::templates::Own;
 use super::{running, Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
 use crate::device::{Device, DeviceKind, Placement};
@@ -229,14 +229,13 @@ pub(super) fn assemble(
     };
     let program = Box::new(own.program_work(&profile, programs, &inboxes));
     let one_shot = (profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
-    let two_shot = (profile.ranks > 1).then(|| Box::new(own.two_shot_work(&profile, &inboxes)));
+    let two_shot = Box::new(own.two_shot_work(&profile, &inboxes));
     let engine = Engine {
         rank,
         places,
         device,
         check_pointers: switch("NCCL_CHECK_POINTERS", false),
         fail_when_late,
-        programs: Programs::of(profile.ranks, rank),
         profile,
         program,
         one_shot,

@@ -7,6 +7,8 @@ pub const MAX_RANKS: usize = 16;
 pub const MAX_CHANNELS: usize = 128;
 pub const MAX_LINKS: usize = 16;
 pub const MAX_STEPS: usize = 32;
+/// The root of what has none.
+pub const NO_ROOT: u32 = u32::MAX;
 /// Flags of different channels lie this many words apart.
 pub const FLAG_STRIDE: usize = 16;
 pub const LINE_BYTES: usize = 16;
@@ -86,7 +88,6 @@ pub struct ProgramWork {
     pub chunks: u32,
     pub steps: u32,
     pub pad: u32,
-    pub output_stride: u64,
     pub send: [Link; MAX_LINKS],
     pub recv: [Link; MAX_LINKS],
     pub step: [Step; MAX_STEPS],
@@ -104,7 +105,7 @@ pub struct OneShotWork {
     pub rank: u32,
     pub ranks: u32,
     pub lines: u32,
-    pub pad: u32,
+    pub root: u32,
     pub area: [*mut u8; MAX_RANKS],
 }
 
@@ -121,7 +122,7 @@ pub struct TwoShotWork {
     pub rank: u32,
     pub ranks: u32,
     pub most_blocks: u32,
-    pub pad: u32,
+    pub root: u32,
     pub slots: [*mut u8; MAX_RANKS],
     pub counters: [*mut u64; MAX_RANKS],
 }
@@ -144,7 +145,7 @@ const _: () = {
     assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80);
     assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
-    assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
+    assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
     assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
     assert!(size_of::<TwoShotWork>() == 72 + 2 * MAX_RANKS * 8);
 };

@@ -25,14 +25,13 @@ use crate::plan::{self, Algorithm, Call, Choice, Profile};
 use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
-use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork};
+use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, NO_ROOT};
 use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use templates::{Programs, Steps};
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,9 +53,8 @@ pub struct Engine {
     check_pointers: bool,
     fail_when_late: bool,
     program: Box<ProgramWork>,
-    programs: Programs,
     one_shot: Option<Box<OneShotWork>>,
-    two_shot: Option<Box<TwoShotWork>>,
+    two_shot: Box<TwoShotWork>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
     order: Arc<Mutex<StreamOrder>>,
@@ -149,7 +147,7 @@ impl Engine {
         }
         let (kernel, choice, arguments) = match request.collective {
             Collective::AllReduce => self.all_reduce(request, &call)?,
-            Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, &call),
+            Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, call.bytes())?,
         };
         self.tell(request, &choice);
         Ok(Some(Work {
@@ -162,7 +160,7 @@ impl Engine {
     }
 
     fn all_reduce(&self, request: &Request, call: &Call) -> Result<(Kernel, Choice, Arguments)> {
-        let kernel = |family| Kernel {
+        let kernel = |family| Kernel::Reduction {
             family,
             datatype: call.datatype,
             op: call.op,
@@ -177,17 +175,8 @@ impl Engine {
         }
         let choice = plan::choose(&self.profile, call)?;
         let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
-        Ok(match (choice.algorithm, &self.one_shot, &self.two_shot) {
-            (Algorithm::TwoShot, _, Some(template)) => {
-                let work = TwoShotWork {
-                    input,
-                    output,
-                    count,
-                    ..**template
-                };
-                (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
-            }
-            (Algorithm::OneShot, Some(template), _) => {
+        Ok(match (choice.algorithm, &self.one_shot) {
+            (Algorithm::OneShot, Some(template)) => {
                 let work = OneShotWork {
                     input,
                     output,
@@ -196,17 +185,21 @@ impl Engine {
                 };
                 (kernel(KernelFamily::OneShot), choice, Arguments::OneShot(work))
             }
+            (Algorithm::TwoShot, _) => {
+                let work = TwoShotWork {
+                    input,
+                    output,
+                    count,
+                    ..*self.two_shot
+                };
+                (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
+            }
             _ => {
-                let Steps { chunks, steps, step } = self.programs.all_reduce;
-                let channels = choice.blocks;
                 let work = ProgramWork {
                     input,
                     output,
                     count,
-                    channels,
-                    chunks,
-                    steps,
-                    step,
+                    channels: choice.blocks,
                     ..*self.program
                 };
                 (kernel(KernelFamily::Program), choice, Arguments::Program(work))
@@ -214,41 +207,37 @@ impl Engine {
         })
     }
 
-    /// A collective that moves bytes, whatever their type: in words of four where this rank's buffers allow it. The
-    /// data is cut at the same bytes either way, so ranks need not agree.
-    fn move_data(&self, request: &Request, call: &Call) -> (Kernel, Choice, Arguments) {
-        let (input, output): (*const u8, *mut u8) = (request.send.cast(), request.recv.cast());
-        let bytes = call.bytes();
-        let words = (input as u64 | output as u64 | bytes).is_multiple_of(4);
-        let (datatype, count) = if words {
-            (DataType::Int32, bytes / 4)
-        } else {
-            (DataType::Uint8, bytes)
+    /// A collective that moves bytes, whatever their type. How wide a rank's loads are follows from its own buffers; the
+    /// data is cut at the same bytes on all ranks.
+    fn move_data(&self, request: &Request, count: u64) -> Result<(Kernel, Choice, Arguments)> {
+        let choice = plan::choose_move(&self.profile, request.collective, count)?;
+        let (input, output) = (request.send.cast(), request.recv.cast());
+        let root = match request.collective {
+            Collective::Broadcast { root } => root as u32,
+            _ => NO_ROOT,
         };
-        let choice = plan::choose_move(&self.profile, bytes);
-        let channels = choice.blocks;
-        let (program, output_stride) = match request.collective {
-            Collective::Broadcast { root } => (&self.programs.broadcast[root as usize], 0),
-            _ => (&self.programs.all_gather, count),
-        };
-        let Steps { chunks, steps, step } = *program;
-        let work = ProgramWork {
-            input,
-            output,
-            count,
-            channels,
-            chunks,
-            steps,
-            step,
-            output_stride,
-            ..*self.program
-        };
-        let kernel = Kernel {
-            family: KernelFamily::Program,
-            datatype,
-            op: ReduceOp::Sum,
-        };
-        (kernel, choice, Arguments::Program(work))
+        Ok(match (choice.algorithm, &self.one_shot) {
+            (Algorithm::OneShot, Some(template)) => {
+                let work = OneShotWork {
+                    input,
+                    output,
+                    count,
+                    root,
+                    ..**template
+                };
+                (Kernel::OneShotMove, choice, Arguments::OneShot(work))
+            }
+            _ => {
+                let work = TwoShotWork {
+                    input,
+                    output,
+                    count,
+                    root,
+                    ..*self.two_shot
+                };
+                (Kernel::TwoShotMove, choice, Arguments::TwoShot(work))
+            }
+        })
     }
 
     fn tell(&self, request: &Request, choice: &Choice) {

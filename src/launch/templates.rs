@@ -1,9 +1,9 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
+    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS, NO_ROOT,
 };
-use crate::plan::{self, Profile, Program};
+use crate::plan::{Profile, Program};
 use crate::transport::PeerInbox;
 use std::ptr::null_mut;
 use std::sync::Arc;
@@ -15,53 +15,6 @@ const NO_STEP: Step = Step {
     chunk: 0,
 };
 
-/// The steps of one program as a kernel reads them.
-pub(super) struct Steps {
-    pub(super) chunks: u32,
-    pub(super) steps: u32,
-    pub(super) step: [Step; MAX_STEPS],
-}
-
-impl Steps {
-    fn of(program: &Program) -> Steps {
-        debug_assert!(program.steps.len() <= MAX_STEPS);
-        let mut step = [NO_STEP; MAX_STEPS];
-        for (step, planned) in step.iter_mut().zip(&program.steps) {
-            *step = Step {
-                flags: planned.flags.0,
-                send: planned.send,
-                recv: planned.recv,
-                chunk: planned.chunk,
-            };
-        }
-        Steps {
-            chunks: program.chunks,
-            steps: program.steps.len() as u32,
-            step,
-        }
-    }
-}
-
-/// The programs of one rank.
-pub(super) struct Programs {
-    pub(super) all_reduce: Steps,
-    pub(super) all_gather: Steps,
-    /// By root.
-    pub(super) broadcast: Vec<Steps>,
-}
-
-impl Programs {
-    pub(super) fn of(ranks: u32, rank: u32) -> Programs {
-        Programs {
-            all_reduce: Steps::of(&plan::ring_all_reduce(ranks, rank)),
-            all_gather: Steps::of(&plan::ring_all_gather(ranks, rank)),
-            broadcast: (0..ranks)
-                .map(|root| Steps::of(&plan::ring_broadcast(ranks, rank, root)))
-                .collect(),
-        }
-    }
-}
-
 /// What every kernel of a rank is told of the rank itself.
 pub(super) struct Own {
     pub(super) rank: u32,
@@ -71,7 +24,7 @@ pub(super) struct Own {
 }
 
 impl Own {
-    /// The links of this rank, which all programs share, resolved to addresses; a work without steps yet.
+    /// This rank's program with its links resolved to addresses.
     pub(super) fn program_work(
         &self,
         profile: &Profile,
@@ -80,7 +33,7 @@ impl Own {
     ) -> ProgramWork {
         let rank = self.rank;
         let own = &programs[rank as usize];
-        debug_assert!(own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
+        debug_assert!(own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS && own.steps.len() <= MAX_STEPS);
         let none = Link {
             slots: null_mut(),
             tail: null_mut(),
@@ -114,6 +67,15 @@ impl Own {
                 pad: 0,
             };
         }
+        let mut step = [NO_STEP; MAX_STEPS];
+        for (step, planned) in step.iter_mut().zip(&own.steps) {
+            *step = Step {
+                flags: planned.flags.0,
+                send: planned.send,
+                recv: planned.recv,
+                chunk: planned.chunk,
+            };
+        }
         ProgramWork {
             input: null_mut(),
             output: null_mut(),
@@ -125,13 +87,12 @@ impl Own {
             slots: profile.slots,
             channels: 1,
             ranks: profile.ranks,
-            chunks: 0,
-            steps: 0,
+            chunks: own.chunks,
+            steps: own.steps.len() as u32,
             pad: 0,
-            output_stride: 0,
             send,
             recv,
-            step: [NO_STEP; MAX_STEPS],
+            step,
         }
     }
 
@@ -150,7 +111,7 @@ impl Own {
             rank: self.rank,
             ranks: profile.ranks,
             lines: profile.lines,
-            pad: 0,
+            root: NO_ROOT,
             area,
         }
     }
@@ -171,7 +132,7 @@ impl Own {
             rank: self.rank,
             ranks: profile.ranks,
             most_blocks: profile.two_shot_blocks,
-            pad: 0,
+            root: NO_ROOT,
             slots,
             counters,
         }

@@ -27,7 +27,7 @@ std::vector<PlannedProgram> read_programs(const char* path) {
     if (line.empty() || line[0] == '#') continue;
     std::istringstream row(line);
     PlannedProgram p;
-    row >> p.name >> p.ranks >> p.rank >> p.root >> p.chunks >> p.slots_needed >> p.send >> p.recv;
+    row >> p.name >> p.ranks >> p.rank >> p.chunks >> p.slots_needed >> p.send >> p.recv;
     uint32_t flags, chunk;
     for (char colon; row >> flags >> colon >> chunk;) p.steps.push_back(Step{uint8_t(flags), 0, 0, uint8_t(chunk)});
     programs.push_back(p);
@@ -73,7 +73,7 @@ World make_world(Random& random) {
       world.lines = std::max(world.lines, lines);
       op.blocks = std::min(op.blocks, (lines + op.threads - 1) / op.threads);
     }
-    op.root = std::string(op.kernel->name) == "broadcast" ? random.below(world.ranks) : 0;
+    op.root = op.kernel->rooted ? random.below(world.ranks) : NO_ROOT;
     op.offset = random.one_in(4) ? 1 : 0;
     op.floats = random.one_in(2);
     world.ops.push_back(op);

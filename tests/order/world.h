@@ -3,8 +3,10 @@
 #pragma once
 #include <string>
 #include "collective/one_shot.h"
+#include "collective/one_shot_move.h"
 #include "collective/program.h"
 #include "collective/two_shot.h"
+#include "collective/two_shot_move.h"
 
 namespace ossicle::model {
 
@@ -36,12 +38,14 @@ struct Kernel {
   uint32_t (*expected)(const struct World& world, const Op& op, uint32_t i);
   // Its data goes as lines: no block is without one (src/plan/choose.rs), and the line epoch counts.
   bool lines;
+  // One rank's data goes to all.
+  bool rooted;
 };
 
 // A row of programs.txt: what plan/ makes for one rank.
 struct PlannedProgram {
   std::string name;
-  uint32_t ranks, rank, root, chunks, slots_needed, send, recv;
+  uint32_t ranks, rank, chunks, slots_needed, send, recv;
   std::vector<Step> steps;
 };
 

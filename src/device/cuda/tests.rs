@@ -121,7 +121,7 @@ fn a_launch_passes_its_arguments_and_checks_their_size() {
     let as_trait: Arc<dyn Device> = device.clone();
     let mut launch = Launch {
         device: &as_trait,
-        kernel: Kernel {
+        kernel: Kernel::Reduction {
             family: crate::device::KernelFamily::OneShot,
             datatype: DataType::Bfloat16,
             op: ReduceOp::Avg,
@@ -141,7 +141,11 @@ fn a_launch_passes_its_arguments_and_checks_their_size() {
     assert_eq!(seen.bytes[..], arguments[..]);
     launch.arguments = &arguments[..63];
     assert_refused(device.launch(&launch), Code::InternalError, &["63 bytes", "64"]);
-    launch.kernel.op = ReduceOp::Prod;
+    launch.kernel = Kernel::Reduction {
+        family: crate::device::KernelFamily::OneShot,
+        datatype: DataType::Bfloat16,
+        op: ReduceOp::Prod,
+    };
     assert_refused(
         device.launch(&launch),
         Code::InternalError,
