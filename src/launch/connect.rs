@@ -126,7 +126,12 @@ fn budget(
     let capacity = plan::budget::capacity(own.multiprocessors);
     let gpus: HashSet<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
     if gpus.len() == ranks.len() {
-        let least = ranks.iter().map(|info| plan::budget::alone(info.multiprocessors)).min();
+        let blocks = |info: &RankInfo| match ranks.len() {
+            // A rank without peers waits for nobody and only copies.
+            1 => capacity,
+            _ => plan::budget::alone(info.multiprocessors),
+        };
+        let least = ranks.iter().map(blocks).min();
         return Ok((profile(least.unwrap_or(1)), None));
     }
     let claim = Claim {
