@@ -137,6 +137,7 @@ fn budget(
         rank,
         sharing: ranks.iter().filter(|info| info.uuid == own.uuid).count() as u32,
         overcommit: settings.overcommit,
+        cancel,
     };
     let used = |blocks| profile(blocks).most_blocks();
     let exchange = |offer| session.all_gather(offer, timeout, cancel);
