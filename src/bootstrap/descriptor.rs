@@ -26,7 +26,7 @@ fn place(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
 }
 
 /// A descriptor that no forked child keeps.
-pub(crate) struct Descriptor(OwnedFd);
+pub struct Descriptor(OwnedFd);
 
 impl Descriptor {
     /// Records `fd`, whose number becomes one of 3 or more.

@@ -9,12 +9,12 @@
 //! Every rank sees the outcome of all, so all of them go on with the same path or try the next one together.
 
 use super::{choose, Geometry, Inbox, Limit, Path, PeerInbox, Reach};
+use crate::bootstrap::Descriptor;
 use crate::device::{Device, Sharing};
 use crate::error::{Code, Error, Result};
 use crate::{info, warning};
 use serde::de::DeserializeOwned;
 use serde::Serialize;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Every rank's inbox as this one holds it.
@@ -160,7 +160,7 @@ impl Attempt<'_> {
     fn open(&self, path: Path, inbox: &Inbox, names: &[super::inbox::Name]) -> Result<Vec<Arc<PeerInbox>>> {
         // Host memory is mapped once for every rank: a mapping is registered with one rank's device.
         let by_address = |peer: usize| path != Path::Shm && self.in_this_process(peer);
-        let mut descriptors: Vec<Option<OwnedFd>> = names.iter().map(|_| None).collect();
+        let mut descriptors: Vec<Option<Descriptor>> = names.iter().map(|_| None).collect();
         if let (Some(exchange), Some(fd)) = (inbox.exchange(), inbox.descriptor()) {
             let addresses: Vec<_> = names
                 .iter()
@@ -169,9 +169,9 @@ impl Attempt<'_> {
                 .collect();
             descriptors = exchange.run(self.rank, &addresses, fd, self.limit)?;
         }
-        let open = |(peer, fd): (usize, Option<OwnedFd>)| match peer == self.rank {
+        let open = |(peer, fd): (usize, Option<Descriptor>)| match peer == self.rank {
             true => Ok(inbox.own()),
-            false => Inbox::open(self.device, &names[peer], fd, self.geometry),
+            false => Inbox::open(self.device, path, &names[peer], fd, self.geometry),
         };
         descriptors.into_iter().enumerate().map(open).collect()
     }
