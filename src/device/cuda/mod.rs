@@ -32,7 +32,7 @@ use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failur
 use crate::{info, warning};
 use context::{Handle, RelaxedCapture, Scope};
 use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
-pub use graphs::{drop_released, put_down};
+pub use graphs::{drop_released, has_released, put_down};
 use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
 use std::any::Any;
