@@ -176,7 +176,10 @@ impl Engine {
             geometry(&profile, &programs),
             &limit,
             &|payload| session.all_gather(Ok(payload), timeout, cancel),
-        )?;
+        );
+        // What an attempt that failed has opened.
+        running::let_go();
+        let links = links?;
         info!(
             Init,
             "rank {rank}: links to {} peers via {}: {}; {profile:?}",
@@ -185,15 +188,17 @@ impl Engine {
             links.reason
         );
         let places = ranks.into_iter().map(|info| info.place).collect();
+        let inboxes = links.inboxes.clone();
         let mut engine = assemble(
-            device,
+            device.clone(),
             rank,
             places,
             profile,
             &programs,
             links.inboxes,
             Clique::of(links.communicator),
-        )?;
+        )
+        .inspect_err(|_| running::put_down(device.as_ref(), inboxes))?;
         engine.reservation = reservation;
         Ok(engine)
     }
@@ -245,7 +250,7 @@ pub(super) fn assemble(
         memory: Arc::new(KernelMemory {
             control,
             _state: state,
-            _inboxes: inboxes,
+            inboxes,
         }),
         clique,
         order: Arc::default(),
