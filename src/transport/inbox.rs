@@ -97,6 +97,10 @@ pub struct PeerInbox {
 }
 
 impl PeerInbox {
+    pub fn bytes(&self) -> usize {
+        self.geometry.bytes()
+    }
+
     fn base(&self) -> *mut u8 {
         match &self.storage {
             Storage::Device(memory) => memory.address,
