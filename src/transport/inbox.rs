@@ -281,3 +281,59 @@ impl Drop for Inbox {
         OFFERED.get().lock().remove(&self.name.key);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::sharing_tests::fake_gpus;
+    use crate::device::Sharing;
+    use crate::transport::TwoShotGeometry;
+
+    fn geometry(lines: usize) -> Geometry {
+        Geometry {
+            ranks: 2,
+            lines,
+            channels: 1,
+            slots: 2,
+            slot_bytes: 256,
+            links: 1,
+            two_shot: TwoShotGeometry {
+                blocks: 1,
+                slot_bytes: 256,
+            },
+        }
+    }
+
+    #[test]
+    fn memory_that_is_too_small_or_of_another_kind_is_not_mapped() {
+        let (fake, [device, _]) = fake_gpus("tickets");
+        let ways = [
+            Path::P2pShared(Sharing::Handles),
+            Path::P2pShared(Sharing::Ipc),
+            Path::Shm,
+        ];
+        let small = geometry(64);
+        let inboxes = ways.map(|path| Inbox::create(&device, path, small).unwrap());
+        let open = |of: usize, as_if: usize, geometry: Geometry| {
+            let fd = inboxes[of].descriptor().unwrap().try_clone_to_owned().unwrap();
+            let fd = Some(Descriptor::new(fd).unwrap());
+            Inbox::open(&device, ways[as_if], inboxes[of].name(), fd, geometry).map(drop)
+        };
+        for of in 0..ways.len() {
+            for as_if in 0..ways.len() {
+                let opened = open(of, as_if, small);
+                match of == as_if {
+                    true => opened.unwrap(),
+                    false => assert!(opened.unwrap_err().text.contains("is not of")),
+                }
+            }
+        }
+        let imports = fake.count(c"cuMemImportFromShareableHandle");
+        // More than what the driver rounds up to.
+        for of in [0, 2] {
+            let refused = open(of, of, geometry(1 << 20)).unwrap_err();
+            assert!(refused.text.contains("bytes instead of"), "{refused}");
+        }
+        assert_eq!(fake.count(c"cuMemImportFromShareableHandle"), imports);
+    }
+}
