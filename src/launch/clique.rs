@@ -64,6 +64,7 @@ impl Clique {
     pub(super) fn enter(&self, rank: u32, device: &dyn Device, key: u64, number: u64) -> Result<()> {
         // Such an operation is done on all ranks before this one launches another, so that none is queued before it.
         if key == CALLERS_THREAD_KEY {
+            self.streams[rank as usize][number as usize % REMEMBERED].store(key << ORDINAL_BITS, Ordering::SeqCst);
             return Ok(());
         }
         let mine = rank as usize;
@@ -84,5 +85,24 @@ impl Clique {
     /// `rank` has launched `launched` operations, whatever it entered beyond.
     pub(super) fn leave(&self, rank: u32, launched: u64) {
         self.launches[rank as usize].store(launched, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::host;
+
+    /// What is remembered of the stream that a number's place had before must not speak for it.
+    #[test]
+    fn an_operation_on_the_callers_thread_leaves_no_other_stream_in_its_place() {
+        let (device, clique) = (host::open(0), Clique::default());
+        let (queue, other) = (5, 6);
+        let enter = |rank, key, number| clique.enter(rank, device.as_ref(), key, number);
+        assert_eq!(enter(0, queue, 0), Ok(()));
+        assert_eq!(enter(0, CALLERS_THREAD_KEY, REMEMBERED as u64), Ok(()));
+        assert_eq!(enter(0, other, REMEMBERED as u64 + 1), Ok(()));
+        assert_eq!(enter(1, queue, REMEMBERED as u64), Ok(()));
+        assert!(enter(1, other, REMEMBERED as u64 + 1).is_err());
     }
 }
