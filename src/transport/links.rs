@@ -135,15 +135,11 @@ impl Attempt<'_> {
             (Ok(inbox), Ok(names)) => (inbox, names),
             (Err(error), Ok::<Vec<_>, _>(_)) | (_, Err(error)) => return Ok(Err(error)),
         };
-        let opened = self.open(path, &inbox, &names);
-        let (opened, failed) = match opened {
-            (opened, None) => (opened, Ok(())),
-            (opened, Some(error)) => (opened, Err(error)),
-        };
+        let (opened, outcome) = self.open(path, &inbox, &names);
         held.inboxes.extend(opened.iter().cloned());
         // Everyone has opened everything before an inbox is withdrawn.
-        let outcomes = (self.gather)(tell(&failed.as_ref().map_err(|error| Error::clone(error)))?)?;
-        Ok(hear::<()>(&outcomes).and(failed).map(|()| {
+        let outcomes = (self.gather)(tell(&outcome)?)?;
+        Ok(hear::<()>(&outcomes).and(outcome).map(|()| {
             held.inboxes.clear();
             (opened, told.concat())
         }))
@@ -164,8 +160,8 @@ impl Attempt<'_> {
             .try_for_each(|peer| self.device.open_peer(self.reach[peer].device))
     }
 
-    /// What could be opened, and why not all.
-    fn open(&self, path: Path, inbox: &Inbox, names: &[super::inbox::Name]) -> (Vec<Arc<PeerInbox>>, Option<Error>) {
+    /// What could be opened, and whether that is all.
+    fn open(&self, path: Path, inbox: &Inbox, names: &[super::inbox::Name]) -> (Vec<Arc<PeerInbox>>, Result<()>) {
         // Host memory is mapped once for every rank: a mapping is registered with one rank's device.
         let by_address = |peer: usize| path != Path::Shm && self.in_this_process(peer);
         let mut descriptors: Vec<Option<Descriptor>> = names.iter().map(|_| None).collect();
@@ -177,7 +173,7 @@ impl Attempt<'_> {
                 .collect();
             match exchange.run(self.rank, &addresses, fd, self.limit) {
                 Ok(received) => descriptors = received,
-                Err(error) => return (Vec::new(), Some(error)),
+                Err(error) => return (Vec::new(), Err(error)),
             }
         }
         let mut opened = Vec::with_capacity(names.len());
@@ -188,10 +184,10 @@ impl Attempt<'_> {
             };
             match inbox {
                 Ok(inbox) => opened.push(inbox),
-                Err(error) => return (opened, Some(error)),
+                Err(error) => return (opened, Err(error)),
             }
         }
-        (opened, None)
+        (opened, Ok(()))
     }
 }
 

@@ -24,10 +24,13 @@ const GEOMETRY: Geometry = Geometry {
     },
 };
 
+/// By rank, what it gave to one gather.
+type Given = Vec<Option<Vec<u8>>>;
+
 /// What the ranks gave to each gather, and whether one of them has vanished.
 struct Rounds {
     ranks: usize,
-    given: parking_lot::Mutex<(Vec<Vec<Option<Vec<u8>>>>, bool)>,
+    given: parking_lot::Mutex<(Vec<Given>, bool)>,
 }
 
 /// The rank that vanishes, and before or after which gather, from 0.

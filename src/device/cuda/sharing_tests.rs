@@ -223,9 +223,11 @@ fn a_forked_child_keeps_no_block_of_legacy_ipc() {
     let address = export.mapping.address();
     // SAFETY: the child waits to be killed.
     let child = unsafe { libc::fork() };
-    while child == 0 {
-        // SAFETY: as above.
-        unsafe { libc::pause() };
+    if child == 0 {
+        loop {
+            // SAFETY: as above.
+            unsafe { libc::pause() };
+        }
     }
     drop((export, imported));
     drop(lent_again(&device, address));

@@ -297,9 +297,11 @@ fn child_process() {
         Some(_) => {
             // SAFETY: the child only waits to be killed.
             let forked = unsafe { libc::fork() };
-            while forked == 0 {
-                // SAFETY: as above.
-                unsafe { libc::pause() };
+            if forked == 0 {
+                loop {
+                    // SAFETY: as above.
+                    unsafe { libc::pause() };
+                }
             }
             println!("holds {forked}");
         }
