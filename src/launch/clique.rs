@@ -142,8 +142,8 @@ fn note((engine, works): &Part) {
     };
     let rank = engine.rank as usize;
     match capture_of(works) {
-        None => {}
-        Some(None) => note(&engine.clique.eager[rank], engine.launched.load(Ordering::Relaxed)),
+        // On a caller's own thread too, so that no older stream speaks for the number.
+        None | Some(None) => note(&engine.clique.eager[rank], engine.launched.load(Ordering::Relaxed)),
         Some(Some(capture)) => {
             let mut captures = engine.clique.captures.lock();
             if find(&captures, engine.rank, capture).is_none() {
@@ -206,8 +206,7 @@ fn check(part: &Part, batch: &[Part]) -> Result<()> {
 pub(super) fn leave(part: &Part) {
     let (engine, works) = part;
     match capture_of(works) {
-        None => {}
-        Some(None) => engine.clique.eager[engine.rank as usize]
+        None | Some(None) => engine.clique.eager[engine.rank as usize]
             .number
             .store(engine.launched.load(Ordering::Relaxed), Ordering::SeqCst),
         Some(Some(capture)) => {

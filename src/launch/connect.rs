@@ -142,6 +142,7 @@ fn budget(
         rank,
         sharing: ranks.iter().filter(|info| info.uuid == own.uuid).count() as u32,
         overcommit: settings.overcommit,
+        cancel,
     };
     let used = |blocks| profile(blocks).most_blocks();
     let exchange = |offer| session.all_gather(offer, timeout, cancel);
@@ -180,7 +181,10 @@ impl Engine {
             geometry(&profile, &programs),
             &limit,
             &|payload| session.all_gather(Ok(payload), timeout, cancel),
-        )?;
+        );
+        // What an attempt that failed has opened.
+        running::let_go();
+        let links = links?;
         info!(
             Init,
             "rank {rank}: links to {} peers via {}: {}; {profile:?}",
@@ -189,15 +193,17 @@ impl Engine {
             links.reason
         );
         let places = ranks.into_iter().map(|info| info.place).collect();
+        let inboxes = links.inboxes.clone();
         let mut engine = assemble(
-            device,
+            device.clone(),
             rank,
             places,
             profile,
             &programs,
             links.inboxes,
             Clique::of(links.communicator),
-        )?;
+        )
+        .inspect_err(|_| running::put_down(device.as_ref(), inboxes))?;
         engine.reservation = reservation;
         Ok(engine)
     }
@@ -248,7 +254,7 @@ pub(super) fn assemble(
         memory: Arc::new(KernelMemory {
             control,
             _state: state,
-            _inboxes: inboxes,
+            inboxes,
         }),
         clique,
         order: Arc::default(),

@@ -17,6 +17,7 @@ mod templates;
 mod tests;
 
 pub use connect::introduction;
+pub use running::beat;
 
 use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
@@ -69,7 +70,7 @@ pub struct Engine {
 struct KernelMemory {
     control: Memory,
     _state: Memory,
-    _inboxes: Vec<Arc<PeerInbox>>,
+    inboxes: Vec<Arc<PeerInbox>>,
 }
 
 /// One planned operation of one rank, ready to launch.
@@ -394,8 +395,9 @@ impl Drop for Engine {
             std::mem::forget(self.reservation.take());
         }
         running::leave(self, done.is_ok());
-        self.give_mark_back();
+        // A kernel that still runs has the event, and its side streams.
         if done.is_ok() {
+            self.give_mark_back();
             self.give_sides_back();
         }
     }

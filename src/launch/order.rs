@@ -49,8 +49,8 @@ struct SideStreams {
 }
 
 impl StreamOrder {
-    pub(super) fn mark(&self) -> Option<Mark> {
-        self.mark
+    pub(super) fn was_captured(&self) -> bool {
+        self.captured
     }
 }
 

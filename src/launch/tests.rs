@@ -3,12 +3,14 @@
 use super::clique::Clique;
 use super::connect::{assemble, geometry};
 use super::*;
+use crate::bootstrap::Descriptor;
 use crate::device::host;
 use crate::plan::{Allowed, Program};
 use crate::request::{Collective, ReduceOp};
 use crate::transport::{Inbox, Path};
 use half::{bf16, f16};
 use oracle::{Element, Order, Patterns};
+use std::os::fd::BorrowedFd;
 
 mod graphs;
 mod moves;
@@ -66,8 +68,9 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
         let open = |peer: usize| match peer == rank {
             true => inboxes[peer].own(),
             false => {
-                let fd = inboxes[peer].descriptor().map(|fd| fd.try_clone_to_owned().unwrap());
-                Inbox::open(&devices[rank], inboxes[peer].name(), fd, geometry).unwrap()
+                let copy = |fd: BorrowedFd| Descriptor::new(fd.try_clone_to_owned().unwrap()).unwrap();
+                let fd = inboxes[peer].descriptor().map(copy);
+                Inbox::open(&devices[rank], path, inboxes[peer].name(), fd, geometry).unwrap()
             }
         };
         let opened = (0..inboxes.len()).map(open).collect();
