@@ -53,7 +53,7 @@ struct State {
   uint64_t ll_epoch;     // operations that used LL lines, from 0
   uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
   uint32_t arrivals;     // blocks of the running kernel that finished
-  uint32_t pad;
+  uint32_t stopped;      // a wait of this rank was stopped: what comes behind it touches no peer
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far

@@ -183,7 +183,8 @@ OSSICLE_DEVICE void two_shot(const Block& block, const TwoShotWork& work) {
   for (uint64_t pass = 0; count > 0 && pass < count + 2; ++pass) {
     const uint64_t number = base + pass - 1;  // of round pass - 1, ever
     const bool scatters = pass < count, reduces = pass >= 1 && pass <= count, gathers = pass >= 2;
-    if (!barrier_and<Site::TWO_SHOT_READY>(block, shot.wait(block, number, reduces, gathers))) break;
+    const bool goes_on = pass > 0 || !behind_stopped(work.state);
+    if (!barrier_and<Site::TWO_SHOT_READY>(block, goes_on && shot.wait(block, number, reduces, gathers))) break;
     if (scatters) shot.scatter(block, pass, number + 1);
     if (reduces) shot.reduce(block, pass - 1, number);
     if (gathers) shot.gather(block, pass - 2, number - 1);

@@ -85,6 +85,14 @@ OSSICLE_DEVICE void store_word(uint64_t* word, uint64_t value) {
 #endif
 }
 
+OSSICLE_DEVICE void store_word(uint32_t* word, uint32_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value));
+#else
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
 OSSICLE_DEVICE Line load_line(const Line* line) {
   Line value;
 #if defined(__CUDACC__)

@@ -33,6 +33,10 @@ OSSICLE_DEVICE uint64_t clock_ns() {
 }
 #endif
 
+// Whether an operation of this rank before the running one was stopped. Nothing that the ranks know of each other's
+// staging holds behind it, so a kernel that would write there before its first wait asks this first.
+OSSICLE_DEVICE bool behind_stopped(const State* state) { return load_word(&state->stopped) != 0; }
+
 struct Wait {
   Control* control;
   State* state;
@@ -65,7 +69,7 @@ struct Wait {
   __device__ __noinline__
 #endif
       bool check() {
-    if (load_word(&control->stop) != STOP_NONE) return false;
+    if (load_word(&control->stop) != STOP_NONE) return stop();
     const uint64_t now = clock_ns();
     if (since_ns == 0) since_ns = now;
     late = now - since_ns > YIELD_NS;
@@ -75,6 +79,12 @@ struct Wait {
     report(now - since_ns);
     if (!control->park_after_report) return true;
     while (load_word(&control->stop) == STOP_NONE) rest();
+    return stop();
+  }
+
+  // Kernels that are queued behind a stopped one still run; see behind_stopped.
+  OSSICLE_DEVICE bool stop() {
+    store_word(&state->stopped, 1u);
     return false;
   }
 

@@ -49,6 +49,7 @@ inline uint32_t load_word(const uint32_t* word) {
   return *static_cast<const volatile uint32_t*>(word);
 }
 
+inline void store_word(uint32_t* word, uint32_t value) { *static_cast<volatile uint32_t*>(word) = value; }
 inline uint64_t load_word(const uint64_t* word) { return model::memory->load(word, 8, model::Kind::RELAXED); }
 inline void store_word(uint64_t* word, uint64_t value) { model::memory->store(word, 8, value, model::Kind::RELAXED); }
 
