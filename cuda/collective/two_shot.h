@@ -45,6 +45,16 @@ struct Staging {
   OSSICLE_DEVICE uint64_t* counter(Phase phase, uint32_t source, uint32_t owner) const {
     return work.counters[owner] + index(phase, source, owner) * FLAG_STRIDE;
   }
+
+  // Waits for what a peer puts here. One thread.
+  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
+    Wait wait = Wait::for_peer(work.control, work.state, peer, block, step);
+    const uint64_t* told = counter(phase, peer, work.rank);
+    while (consume<SITE>(told) < rounds_done) {
+      if (!wait.again()) return false;
+    }
+    return true;
+  }
 };
 
 // What a block does to its part of the data.
@@ -136,21 +146,12 @@ template <typename T, typename Op> struct TwoShot {
       const bool first = i < work.ranks - 1;
       const uint32_t peer = (work.rank + 1 + i % (work.ranks - 1)) % work.ranks;
       if (first && scattered) {
-        ok = reached<Site::TWO_SHOT_SCATTERED>(Phase::SCATTER, peer, number + 1, 0);
+        ok = staging.reached<Site::TWO_SHOT_SCATTERED>(Phase::SCATTER, peer, number + 1, 0);
       } else if (!first && gathered) {
-        ok = reached<Site::TWO_SHOT_REDUCED>(Phase::GATHER, peer, number, 1);
+        ok = staging.reached<Site::TWO_SHOT_REDUCED>(Phase::GATHER, peer, number, 1);
       }
     }
     return ok;
-  }
-
-  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
-    Wait wait = Wait::for_peer(work.control, work.state, peer, staging.block, step);
-    const uint64_t* counter = staging.counter(phase, peer, work.rank);
-    while (consume<SITE>(counter) < rounds_done) {
-      if (!wait.again()) return false;
-    }
-    return true;
   }
 
   OSSICLE_DEVICE void tell(const Block& block, uint64_t number, bool scattered, bool reduced) const {

@@ -149,21 +149,12 @@ struct TwoShotMove {
     bool ok = true;
     for (uint32_t i = block.thread; ok && i < work.ranks; i += block.threads) {
       if (i + 1 < work.ranks) {
-        if (gathers) ok = reached<Site::MOVE_GIVEN>(Phase::GATHER, peer(1 + i), given, 1);
+        if (gathers) ok = staging.reached<Site::MOVE_GIVEN>(Phase::GATHER, peer(1 + i), given, 1);
       } else if (scattered) {
-        ok = reached<Site::MOVE_SCATTERED>(Phase::SCATTER, work.root, given + 1, 0);
+        ok = staging.reached<Site::MOVE_SCATTERED>(Phase::SCATTER, work.root, given + 1, 0);
       }
     }
     return ok;
-  }
-
-  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
-    Wait wait = Wait::for_peer(work.control, work.state, peer, staging.block, step);
-    const uint64_t* counter = staging.counter(phase, peer, work.rank);
-    while (consume<SITE>(counter) < rounds_done) {
-      if (!wait.again()) return false;
-    }
-    return true;
   }
 
   OSSICLE_DEVICE void tell(const Block& block, uint64_t given, bool scatters, bool gives) const {

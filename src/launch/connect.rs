@@ -144,7 +144,7 @@ fn budget(
         overcommit: settings.overcommit,
         cancel,
     };
-    let used = |blocks| profile(blocks).most_blocks();
+    let used = |blocks| profile(blocks).blocks;
     let exchange = |offer| session.all_gather(offer, timeout, cancel);
     let (blocks, reservation) = claim.agree(&used, &exchange)?;
     Ok((profile(blocks), Some(reservation)))
@@ -271,7 +271,7 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,
-        channels: profile.channels as usize,
+        channels: profile.blocks as usize,
         slots: profile.slots as usize,
         slot_bytes: profile.slot_bytes as usize,
         links: programs
@@ -280,7 +280,7 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
             .max()
             .unwrap_or(0),
         two_shot: TwoShotGeometry {
-            blocks: profile.two_shot_blocks as usize,
+            blocks: profile.blocks as usize,
             slot_bytes: profile.two_shot_slot_bytes as usize,
         },
     }

@@ -102,7 +102,7 @@ impl Settings {
         Profile {
             ranks,
             allowed: self.allowed.clone(),
-            channels: most,
+            blocks: most,
             // Channels that were asked for are used from the first byte on.
             channel_bytes: if least > 1 { 1 } else { 65536 },
             slot_bytes: if self.cuda { 32768 } else { 131072 },
@@ -110,8 +110,6 @@ impl Settings {
             lines: one_shot_lines(one_shot_bytes, ranks),
             one_shot_bytes,
             one_shot_move_bytes: one_shot_move_bytes(self.cuda, ranks),
-            one_shot_blocks: most,
-            two_shot_blocks: most,
             two_shot_block_bytes: if least > 1 { 1 } else { 16384 },
             two_shot_slot_bytes: two_shot_slot_bytes(ranks, most),
             threads: 512,

@@ -131,7 +131,7 @@ impl Own {
             slot_bytes: profile.two_shot_slot_bytes,
             rank: self.rank,
             ranks: profile.ranks,
-            most_blocks: profile.two_shot_blocks,
+            most_blocks: profile.blocks,
             root: NO_ROOT,
             slots,
             counters,
