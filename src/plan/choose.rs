@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(chosen(1024), (Algorithm::OneShot, 1, 512));
         assert_eq!(chosen(8192), (Algorithm::OneShot, 8, 512));
         assert_eq!(chosen(8193), (Algorithm::TwoShot, 3, 512));
-        assert_eq!(chosen(1 << 24), (Algorithm::TwoShot, 16, 512));
+        assert_eq!(chosen(1 << 24), (Algorithm::TwoShot, 8, 512));
     }
 
     #[test]
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(chosen(gather, 8 * 32), (Algorithm::OneShot, 1, 96));
         assert_eq!(chosen(gather, 16384), (Algorithm::OneShot, 4, 512));
         assert_eq!(chosen(gather, 16385), (Algorithm::TwoShot, 5, 512));
-        assert_eq!(chosen(gather, 1 << 24), (Algorithm::TwoShot, 16, 512));
+        assert_eq!(chosen(gather, 1 << 24), (Algorithm::TwoShot, 8, 512));
     }
 
     /// A block that has no line of its own would not be waited for.
