@@ -14,6 +14,7 @@
 #     moves       50 /  15  nccl-tests all-gather and broadcast, ranks as threads
 #     repeat     150 /  10  the same shapes again and again
 #     mps        150 /  60  unmodified nccl-tests, a process a rank under MPS, eager and in graphs; two GPUs where there are
+#     hosts      150 /  60  the same all-reduce over hosts that NCCL_HOSTID fakes, and a race there, over TCP on loopback
 #     pytorch    100 /  60  PyTorch: import, collectives, graphs, DDP; under MPS and without
 #     killed     120 /  35  ranks that are killed at random points, and bad input, in processes without MPS (killed.cu)
 #     memcheck    80 /  25  compute-sanitizer over a short sweep, a process a rank
@@ -22,8 +23,8 @@
 #     NCCL_TESTS_DIR      folder with all_reduce_perf, all_gather_perf and broadcast_perf, built with nccl-tests-patch/, or
 #                         with nccl-tests' sources to build so (then CUDA_HOME and NCCL_HOME as its Makefile wants them):
 #                         types, moves, repeat
-#     NCCL_TESTS_MPI_DIR  the same, unmodified and with MPI=1 (to build them: mpicc in PATH, or MPI_HOME): mps, memcheck, race
-#     REFERENCE_NCCL      NVIDIA's libnccl.so.2, 2.30 or newer (older ones refuse ranks on one GPU): race
+#     NCCL_TESTS_MPI_DIR  the same, unmodified and with MPI=1 (to build them: mpicc in PATH, or MPI_HOME): mps, hosts, memcheck, race
+#     REFERENCE_NCCL      NVIDIA's libnccl.so.2, 2.30 or newer (older ones refuse ranks on one GPU): race, hosts
 #     PYTHON              a python that imports torch: pytorch (python3)
 #     OUT                 folder for the logs and the summary; target/gpu-check if unset
 #     BUDGET_S            seconds for everything (560); runs that no longer fit are reported as failures
@@ -36,7 +37,7 @@ cd "$(dirname "$0")/../.."
 
 readonly root=$PWD
 readonly library=$root/target/release/libnccl.so
-readonly all_stages=(own behaviour types moves repeat mps pytorch killed memcheck race)
+readonly all_stages=(own behaviour types moves repeat mps hosts pytorch killed memcheck race)
 mkdir -p "${OUT:=$root/target/gpu-check}"
 out=$(cd "$OUT" && pwd)
 readonly out budget_s=${BUDGET_S:-560}
@@ -64,10 +65,11 @@ readonly kills=${REPEATS:-$(full_or_quick 20 5)}
 factor=$(full_or_quick 4 8)
 race_factor=$(full_or_quick 2 8)
 readonly factor race_factor
-readonly sweep=(-b 8 -e 128M -f "$factor") race_sweep=(-b 8 -e 128M -f "$race_factor")
+readonly sweep=(-b 8 -e 128M -f "$factor") hosts_sweep=(-b 8 -e 64M -f "$factor") race_sweep=(-b 8 -e 128M -f "$race_factor")
 sweep_rows=$(count_of_sizes $((128 << 20)) "$factor")
 race_rows_wanted=$(count_of_sizes $((128 << 20)) "$race_factor")
-readonly sweep_rows race_rows_wanted
+hosts_rows=$(count_of_sizes $((64 << 20)) "$factor")
+readonly sweep_rows race_rows_wanted hosts_rows
 
 # Ranks as threads of one process share a GPU; each stream needs a hardware queue, so that no kernel queues behind one
 # that waits for it.
@@ -150,11 +152,14 @@ stage_repeat() {
 
 # --- ranks as processes --------------------------------------------------------------------------------------------
 
-# Unmodified nccl-tests. Arguments: name, library, who must answer, rows, ranks, program, flags; ranks_env holds settings.
+# Unmodified nccl-tests. Arguments: name, library, who must answer, rows, ranks, program, flags; ranks_env holds settings,
+# and ranks_a_host, where it is set, how many ranks take themselves for one host.
 processes() {
-  local name=$1 preload=$2 who=$3 expected_rows=$4 ranks=$5 program=$6
+  local name=$1 preload=$2 who=$3 expected_rows=$4 ranks=$5 program=$6 host=()
   shift 6
-  run_table "$name" "$expected_rows" "$who" "${launcher[@]}" -np "$ranks" env "${ranks_env[@]}" LD_PRELOAD="$preload" \
+  # shellcheck disable=SC2016 # the rank's shell expands it
+  [ -z "${ranks_a_host:-}" ] || host=(sh -c 'NCCL_HOSTID=host-$((${OMPI_COMM_WORLD_RANK:-$PMI_RANK} / $1)); export NCCL_HOSTID; shift; exec "$@"' sh "$ranks_a_host")
+  run_table "$name" "$expected_rows" "$who" "${launcher[@]}" -np "$ranks" "${host[@]}" env "${ranks_env[@]}" LD_PRELOAD="$preload" \
     "$mpi_tests/$program" "$@"
 }
 
@@ -186,6 +191,27 @@ stage_mps() {
       }
     done
   done
+}
+
+stage_hosts() {
+  if ! need_mpi_tests || ! start_mps; then record_check hosts "" "$missing"; return; fi
+  local shape ranks ranks_a_host rows_wanted mode ranks_env=("${share_env[@]}" NCCL_NET=Socket) reference_env=(NCCL_NVLS_ENABLE=0) race_iterations=20
+  for shape in $(full_or_quick '2/1 4/1 4/2 8/1 8/4' '2/1 4/2 8/4'); do
+    ranks=${shape%/*} ranks_a_host=${shape#*/}
+    for mode in '' '-G 5'; do
+      # shellcheck disable=SC2086
+      processes "hosts-$ranks-by-$ranks_a_host${mode/ /}" "$library" ossicle "$hosts_rows" "$ranks" all_reduce_perf "${hosts_sweep[@]}" -n 5 -w 2 $mode
+    done
+  done
+  if [ -e "${REFERENCE_NCCL:-}" ]; then
+    ranks_a_host=1 rows_wanted=$(count_of_sizes $((16 << 20)) "$race_factor")
+    race hosts-2 "$(full_or_quick 3 2)" 2 all_reduce_perf -e 16M
+    race_floor hosts-2 4096 1.0
+    race_floor hosts-2 16777216 1.0
+  else
+    record_check hosts-race "" "REFERENCE_NCCL is no file: '${REFERENCE_NCCL:-}'"
+  fi
+  stop_mps
 }
 
 # pytorch_smoke.py prints a line 'ok NAME', 'refused NAME: why', or 'failed NAME: why' for each step, and 'time NAME us'.
@@ -260,17 +286,17 @@ sanitizer_complaint() {
 # --- the race ------------------------------------------------------------------------------------------------------
 
 # Alternating, so that a clock or a neighbour that drifts hits both. Arguments: name, rounds, processes, program, flags;
-# reference_env holds what the reference needs besides ranks_env.
+# reference_env holds what the reference needs besides ranks_env, and rows_wanted how many rows flags leave of the sweep.
 race() {
-  local name=$1 rounds=$2 ranks=$3 program=$4 round shared=("${ranks_env[@]}") ranks_env
+  local name=$1 rounds=$2 ranks=$3 program=$4 round rows=${rows_wanted:-$race_rows_wanted} shared=("${ranks_env[@]}") ranks_env
   shift 4
   rm -f "$out/race-$name"-{ossicle,reference}-*.log
   for ((round = 1; round <= rounds; round++)); do
     ranks_env=("${shared[@]}")
-    processes "race-$name-ossicle-$round" "$library" ossicle "$race_rows_wanted" "$ranks" "$program" "${race_sweep[@]}" \
+    processes "race-$name-ossicle-$round" "$library" ossicle "$rows" "$ranks" "$program" "${race_sweep[@]}" \
       -n "$race_iterations" -w 5 "$@"
     ranks_env=("${shared[@]}" "${reference_env[@]}")
-    processes "race-$name-reference-$round" "$REFERENCE_NCCL" reference "$race_rows_wanted" "$ranks" "$program" "${race_sweep[@]}" \
+    processes "race-$name-reference-$round" "$REFERENCE_NCCL" reference "$rows" "$ranks" "$program" "${race_sweep[@]}" \
       -n "$race_iterations" -w 5 "$@"
   done
   race_table "$name"
