@@ -42,6 +42,9 @@ struct alignas(128) Control {
   FaultRecord fault;
   // By rank: its started word, see enter. Read only for a report, since it costs a load from host memory.
   const uint64_t* started[MAX_RANKS];
+  // A kernel that gave up on a lost peer touches nothing but this block any more and holds up its stream until abort;
+  // so do the operations behind it. Written by kernels.
+  uint64_t parked;
 };
 
 // What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
@@ -51,7 +54,7 @@ struct State {
   uint64_t ll_epoch;     // operations that used LL lines, from 0
   uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
   uint32_t arrivals;     // blocks of the running kernel that finished
-  uint32_t pad;
+  uint32_t peer_lost;    // a block of the running kernel gave up for STOP_PEER_LOST
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far
@@ -129,8 +132,9 @@ struct OneShotWork {
   Line* area[MAX_RANKS];
 };
 
-// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank:
-// slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block], both of most_blocks blocks.
+// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank or straight
+// from and to the users' buffers: slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block],
+// both of most_blocks blocks.
 struct TwoShotWork {
   const void* input;
   void* output;
@@ -142,17 +146,21 @@ struct TwoShotWork {
   uint32_t rank;
   uint32_t ranks;
   uint32_t most_blocks;
-  uint32_t pad;
+  // Ranks may lend each other their buffers, so that the stop word is read before a peer's is touched.
+  uint32_t may_lend;
   uint8_t* slots[MAX_RANKS];
   uint64_t* counters[MAX_RANKS];
+  // By rank: this rank's input and output under the address that the peer's kernels have for it; null: not lent to it.
+  const void* lent_input[MAX_RANKS];
+  void* lent_output[MAX_RANKS];
 };
 
 static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
-static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80, "Control");
+static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, parked) == 208, "Control");
 static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
 static_assert(sizeof(ProgramWork) == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");
-static_assert(sizeof(TwoShotWork) == 72 + 2 * MAX_RANKS * 8, "TwoShotWork");
+static_assert(sizeof(TwoShotWork) == 72 + 4 * MAX_RANKS * 8, "TwoShotWork");
 
 }  // namespace ossicle

@@ -85,6 +85,14 @@ OSSICLE_DEVICE void store_word(uint64_t* word, uint64_t value) {
 #endif
 }
 
+OSSICLE_DEVICE void store_word(uint32_t* word, uint32_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value));
+#else
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+#endif
+}
+
 OSSICLE_DEVICE Line load_line(const Line* line) {
   Line value;
 #if defined(__CUDACC__)
@@ -161,6 +169,21 @@ template <Site SITE> OSSICLE_DEVICE void tell_host(uint64_t* count, uint64_t val
 #endif
 }
 
+// The end of a launch that gave up for a peer that is gone. A GPU's stream must not run past an unfinished operation
+// before this rank is aborted itself: all but this thread has ended, the host is told that users' and peers' memory is
+// touched no more, and here the launch stays. On the host device the call returns the error instead.
+OSSICLE_APART void park(State* state, Control* control) {
+  store_word(&state->peer_lost, 0);
+#if defined(__CUDACC__)
+  if (load_word(&control->stop) != STOP_PEER_LOST) return;
+  __threadfence_system();
+  store_word(&control->parked, state->ordinal + 1);
+  while (load_word(&control->stop) == STOP_PEER_LOST) __nanosleep(2000);
+#else
+  (void)control;
+#endif
+}
+
 // The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
 // touched memory. The last block advances the operation's number, and the line epoch if the launch used lines, and tells
 // the host that nothing of this launch touches memory any more. Every block has read both counters before it arrives.
@@ -170,6 +193,7 @@ OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* co
     if (arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 < block.blocks) return;
     state->arrivals = 0;
   }
+  if (load_word(&state->peer_lost) != 0) park(state, control);
   const uint64_t left = state->ordinal + 1;
   state->ordinal = left;
   if (used_lines) state->ll_epoch += 1;

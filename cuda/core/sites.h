@@ -27,6 +27,8 @@ enum class Site : uint32_t {
   TWO_SHOT_REDUCE,    // publish: a result lies in a peer's staging
   TWO_SHOT_SCATTERED, // consume: a peer's chunk is there
   TWO_SHOT_REDUCED,   // consume: a peer's result is there
+  TWO_SHOT_REDUCED_ALL, // barrier: threads tell peers after the block read and wrote what they lent
+  TWO_SHOT_CLOSED,    // barrier_and: the block leaves after its threads saw that all peers are done with what it lent
   LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
   LEAVE_LEFT,         // publish: the launch touches memory no more
   FAULT_SEQUENCE,     // publish: a fault record is complete

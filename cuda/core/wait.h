@@ -33,6 +33,13 @@ OSSICLE_DEVICE uint64_t clock_ns() {
 }
 #endif
 
+// Whether a kernel must give up its operation; see park for what comes of that.
+OSSICLE_DEVICE bool told_to_stop(Control* control, State* state) {
+  const uint32_t stop = load_word(&control->stop);
+  if (stop == STOP_PEER_LOST) store_word(&state->peer_lost, 1);
+  return stop != STOP_NONE;
+}
+
 struct Wait {
   Control* control;
   State* state;
@@ -65,7 +72,7 @@ struct Wait {
   __device__ __noinline__
 #endif
       bool check() {
-    if (load_word(&control->stop) != STOP_NONE) return false;
+    if (told_to_stop(control, state)) return false;
     const uint64_t now = clock_ns();
     if (since_ns == 0) since_ns = now;
     late = now - since_ns > YIELD_NS;
@@ -74,7 +81,7 @@ struct Wait {
     reported = true;
     report(now - since_ns);
     if (!control->park_after_report) return true;
-    while (load_word(&control->stop) == STOP_NONE) rest();
+    while (!told_to_stop(control, state)) rest();
     return false;
   }
 

@@ -35,6 +35,7 @@ pub struct Control {
     pub left: AtomicU64,
     pub fault: FaultRecord,
     pub started: [AtomicPtr<u64>; MAX_RANKS],
+    pub parked: AtomicU64,
 }
 
 /// One rank's counters between launches; device memory, which the CPU never reads.
@@ -44,7 +45,7 @@ pub struct State {
     pub ll_epoch: u64,
     pub fault_claim: u64,
     pub arrivals: u32,
-    pub pad: u32,
+    pub peer_lost: u32,
     pub sent: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub received: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub rounds: [u64; MAX_CHANNELS],
@@ -121,9 +122,11 @@ pub struct TwoShotWork {
     pub rank: u32,
     pub ranks: u32,
     pub most_blocks: u32,
-    pub pad: u32,
+    pub may_lend: u32,
     pub slots: [*mut u8; MAX_RANKS],
     pub counters: [*mut u64; MAX_RANKS],
+    pub lent_input: [*const u8; MAX_RANKS],
+    pub lent_output: [*mut u8; MAX_RANKS],
 }
 
 // SAFETY: addresses for kernels, plain data to the CPU.
@@ -141,13 +144,13 @@ unsafe impl Sync for TwoShotWork {}
 
 const _: () = {
     assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 256);
-    assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80);
+    assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80 && offset_of!(Control, parked) == 208);
     assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
     assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
     assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
-    assert!(size_of::<TwoShotWork>() == 72 + 2 * MAX_RANKS * 8);
+    assert!(size_of::<TwoShotWork>() == 72 + 4 * MAX_RANKS * 8);
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
-pub const FINGERPRINT: u64 = 3 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;
+pub const FINGERPRINT: u64 = 4 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

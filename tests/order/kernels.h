@@ -72,8 +72,8 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
   Rank& me = world.rank[rank];
   me.two_shot = TwoShotWork{};
   TwoShotWork& work = me.two_shot;
-  work.input = me.input + op.offset;
-  work.output = me.output + op.offset;
+  work.output = me.output + op.offset_of(rank);
+  work.input = op.in_place[rank] ? work.output : me.input + op.offset_of(rank);
   work.count = op.count;
   work.state = &me.state;
   work.control = &me.control;
@@ -82,7 +82,10 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
   work.rank = rank;
   work.ranks = world.ranks;
   work.most_blocks = BLOCKS;
+  work.may_lend = 1;
   for (uint32_t r = 0; r < world.ranks; ++r) {
+    if (r != rank && (op.lends[rank] & LENDS_INPUT) != 0) work.lent_input[r] = work.input;
+    if (r != rank && (op.lends[rank] & LENDS_OUTPUT) != 0) work.lent_output[r] = work.output;
     work.slots[r] = world.rank[r].staging;
     work.counters[r] = world.rank[r].counters;
   }
@@ -106,11 +109,11 @@ inline uint32_t of_root(const World&, const Op& op, uint32_t i) { return input_o
 
 inline const std::vector<Kernel>& kernels() {
   static const std::vector<Kernel> all{
-      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false},
-      {"all_gather", prepare_program, run_program, part_a_rank, gathered, false},
-      {"broadcast", prepare_program, run_program, one_part, of_root, false},
-      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false},
-      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true},
+      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false, false},
+      {"all_gather", prepare_program, run_program, part_a_rank, gathered, false, false},
+      {"broadcast", prepare_program, run_program, one_part, of_root, false, false},
+      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false, true},
+      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true, false},
   };
   return all;
 }

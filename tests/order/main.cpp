@@ -76,6 +76,15 @@ World make_world(Random& random) {
     op.root = std::string(op.kernel->name) == "broadcast" ? random.below(world.ranks) : 0;
     op.offset = random.one_in(4) ? 1 : 0;
     op.floats = random.one_in(2);
+    if (op.kernel->lends) {
+      // All, none, or any mix.
+      const uint32_t like = random.below(3);
+      for (uint32_t r = 0; r < world.ranks; ++r) {
+        op.lends[r] = uint8_t(like == 0 ? LENDS_INPUT | LENDS_OUTPUT : like == 1 ? 0 : random.below(4));
+        op.in_place[r] = random.one_in(3);
+        op.shifted[r] = random.one_in(8);
+      }
+    }
     world.ops.push_back(op);
   }
   world.stopped = random.one_in(4);
@@ -127,9 +136,10 @@ class Host {
 
  private:
   void launch(const Op& op, Agent& host) {
-    std::fill(std::begin(me_.output), std::end(me_.output), 0xffffffffu);
-    memory->forget(me_.output, sizeof me_.output);
-    for (uint32_t i = 0; i < op.count; ++i) me_.input[op.offset + i] = bits_of(op, input_of(op, r_, i));
+    const uint32_t offset = op.offset_of(r_);
+    for (uint32_t i = 0; i < op.kernel->outputs(world_, op); ++i) memory->write(me_.output + offset + i, 4, 0xffffffffu);
+    uint32_t* input = op.in_place[r_] ? me_.output : me_.input;
+    for (uint32_t i = 0; i < op.count; ++i) memory->write(input + offset + i, 4, bits_of(op, input_of(op, r_, i)));
     op.kernel->prepare(world_, r_, op);
     me_.view.join(host.view);
     const Release begin = std::make_shared<const View>(me_.view);
@@ -157,7 +167,7 @@ class Host {
 
   void check_output(const Op& op) {
     for (uint32_t i = 0; i < op.kernel->outputs(world_, op); ++i) {
-      const uint32_t got = uint32_t(memory->load(me_.output + op.offset + i, 4, Kind::PAYLOAD));
+      const uint32_t got = uint32_t(memory->load(me_.output + op.offset_of(r_) + i, 4, Kind::PAYLOAD));
       if (got == bits_of(op, op.kernel->expected(world_, op, i))) continue;
       char text[128];
       snprintf(text, sizeof text, "a wrong value: %s, operation %u, rank %u, element %u", op.kernel->name, op.number, r_, i);

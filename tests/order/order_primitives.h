@@ -10,6 +10,13 @@ namespace model {
 using Kind = Memory::Kind;
 inline Kind kind_at(Site site) { return dropped(site) ? Kind::RELAXED : Kind::ORDERED; }
 inline void pause() { memory->schedule.yield(); }
+
+// Memory of the block that the running thread belongs to. Barriers order it; a wrong one shows as what an earlier
+// operation or nobody wrote there.
+template <typename T> T& block_memory() {
+  static_assert(sizeof(T) <= sizeof(Buffer::memory), "more than a block has");
+  return *reinterpret_cast<T*>(memory->me().buffer->memory);
+}
 }  // namespace model
 
 template <Site SITE> void barrier(const Block&) {
@@ -50,6 +57,7 @@ inline uint32_t load_word(const uint32_t* word) {
 }
 
 inline uint64_t load_word(const uint64_t* word) { return model::memory->load(word, 8, model::Kind::RELAXED); }
+inline void store_word(uint32_t* word, uint32_t value) { *static_cast<volatile uint32_t*>(word) = value; }
 inline void store_word(uint64_t* word, uint64_t value) { model::memory->store(word, 8, value, model::Kind::RELAXED); }
 
 inline Line load_line(const Line* line) {

@@ -22,7 +22,14 @@ struct Op {
   // Buffers begin so many elements past a multiple of 16 bytes.
   uint32_t offset;
   bool floats;
+  // By rank, where the kernel can: buffers that it lends (Lends), whether it is in place, whether it is misaligned alone.
+  uint8_t lends[RANKS];
+  bool in_place[RANKS], shifted[RANKS];
+
+  uint32_t offset_of(uint32_t rank) const { return offset + (shifted[rank] ? 1 : 0); }
 };
+
+enum Lends : uint8_t { LENDS_INPUT = 1, LENDS_OUTPUT = 2 };
 
 // A kernel under test. To add one: give it a `prepare` that fills its work struct in Rank, a `body` that runs it as one
 // thread, and what it must compute; put it in kernels() of kernels.h, its work struct into Rank, its staging memory and
@@ -36,6 +43,8 @@ struct Kernel {
   uint32_t (*expected)(const struct World& world, const Op& op, uint32_t i);
   // Its data goes as lines: no block is without one (src/plan/choose.rs), and the line epoch counts.
   bool lines;
+  // Ranks may lend each other their buffers.
+  bool lends;
 };
 
 // A row of programs.txt: what plan/ makes for one rank.
