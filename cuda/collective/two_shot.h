@@ -171,16 +171,16 @@ template <typename T, typename Op> struct TwoShot {
 
   // The same where everything is lent.
   template <typename V> struct LentPlaces {
-    const Borrowed& borrowed;
-    uint64_t offset;
+    const TwoShot& self;
+    uint64_t number, offset;
 
     OSSICLE_DEVICE bool from_slot(uint32_t) const { return false; }
     OSSICLE_DEVICE bool to_slot(uint32_t) const { return false; }
     OSSICLE_DEVICE const V* source(uint32_t rank) const {
-      return reinterpret_cast<const V*>(static_cast<const T*>(borrowed.input[rank]) + offset);
+      return reinterpret_cast<const V*>(static_cast<const T*>(self.borrowed.input[rank]) + offset);
     }
     OSSICLE_DEVICE V* target(uint32_t rank) const {
-      return reinterpret_cast<V*>(static_cast<T*>(borrowed.output[rank]) + offset);
+      return reinterpret_cast<V*>(static_cast<T*>(self.borrowed.output[rank]) + offset);
     }
   };
 
@@ -199,20 +199,20 @@ template <typename T, typename Op> struct TwoShot {
   }
 
   // PACKS: of one source in flight.
-  template <uint32_t PACKS, typename Of, typename OfPacks>
-  OSSICLE_DEVICE void reduce(const Block& block, uint64_t count, const Of& places, const OfPacks& pack_places,
-                             bool aligned) const {
+  template <uint32_t PACKS, template <typename> class PlacesOf>
+  OSSICLE_DEVICE void reduce(const Block& block, uint64_t round, uint64_t number, bool aligned) const {
+    const Rounds::Chunk chunk = rounds.chunk(round, work.rank);
     uint64_t reduced = 0;
 #if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
     if (aligned) {
-      const uint64_t packs = count / PACK_ELEMENTS<T>;
-      reduce_packs<T, PACKS>(block, pack_places, packs, work.ranks, op);
+      const uint64_t packs = chunk.count / PACK_ELEMENTS<T>;
+      reduce_packs<T, PACKS>(block, PlacesOf<Bits>{*this, number, chunk.at}, packs, work.ranks, op);
       reduced = packs * PACK_ELEMENTS<T>;
     }
 #else
-    (void)pack_places, (void)aligned;
+    (void)aligned;
 #endif
-    reduce_elements<T>(block, places, reduced, count, work.ranks, op);
+    reduce_elements<T>(block, PlacesOf<T>{*this, number, chunk.at}, reduced, chunk.count, work.ranks, op);
   }
 
   // A pass reduces one round, scatters the one after it and gathers the one before.
@@ -285,9 +285,9 @@ template <typename T, typename Op> struct TwoShot {
   OSSICLE_DEVICE bool begin(const Block& block) const {
     const Pass pass = Pass::of(0, count, base);
     scatter(block, 0, base);
-    barrier<Site::TWO_SHOT_MOVED>(block);
+    barrier<Site::TWO_SHOT_FIRST>(block);
     tell(block, pass, false);
-    return barrier_and<Site::TWO_SHOT_READY>(block, wait(block, Pass::of(1, count, base), true));
+    return barrier_and<Site::TWO_SHOT_MET>(block, wait(block, Pass::of(1, count, base), true));
   }
 
   OSSICLE_DEVICE void walk_paced(const Block& block, bool aligned) const {
@@ -297,11 +297,7 @@ template <typename T, typename Op> struct TwoShot {
       const Pass pass = Pass::of(number, count, base);
       if (number > 1 && !barrier_and<Site::TWO_SHOT_READY>(block, wait(block, pass, false))) break;
       if (pass.scatters) scatter(block, number, pass.number + 1);
-      if (pass.reduces) {
-        const Rounds::Chunk chunk = rounds.chunk(number - 1, work.rank);
-        reduce<PACKS>(block, chunk.count, Places<T>{*this, pass.number, chunk.at},
-                      Places<Bits>{*this, pass.number, chunk.at}, aligned);
-      }
+      if (pass.reduces) reduce<PACKS, Places>(block, number - 1, pass.number, aligned);
       if (pass.gathers) gather(block, number - 2, pass.number - 1);
       barrier<Site::TWO_SHOT_MOVED>(block);
       tell(block, pass, number == count);
@@ -310,11 +306,7 @@ template <typename T, typename Op> struct TwoShot {
 
   // Where nothing is staged at this rank or by it, nobody waits between the first pass and the last.
   OSSICLE_DEVICE void walk_free(const Block& block, bool aligned) const {
-    constexpr uint32_t PACKS = FREE_PACKS<T>;
-    for (uint64_t round = 0; round < count; ++round) {
-      const Rounds::Chunk chunk = rounds.chunk(round, work.rank);
-      reduce<PACKS>(block, chunk.count, LentPlaces<T>{borrowed, chunk.at}, LentPlaces<Bits>{borrowed, chunk.at}, aligned);
-    }
+    for (uint64_t round = 0; round < count; ++round) reduce<FREE_PACKS<T>, LentPlaces>(block, round, base + round, aligned);
     barrier<Site::TWO_SHOT_REDUCED_ALL>(block);
     tell(block, Pass::of(count, count, base), true);
     barrier_and<Site::TWO_SHOT_CLOSED>(block, wait(block, Pass::of(count + 1, count, base), false));

@@ -21,6 +21,8 @@ enum class Site : uint32_t {
   CLEAR_DONE,         // barrier: the block cleared its lines of the coming epoch
   CLEAR_FIRST,        // fence: cleared before any line of the running epoch is sent
   ONE_SHOT_DONE,      // barrier: every thread of the block is done
+  TWO_SHOT_FIRST,     // barrier: threads tell peers after the block scattered its first chunks
+  TWO_SHOT_MET,       // barrier_and: the block reduces after its threads saw all peers' first chunks and what they lend
   TWO_SHOT_READY,     // barrier_and: the block moves chunks after its threads saw the counters
   TWO_SHOT_MOVED,     // barrier: threads tell peers after the block moved its chunks
   TWO_SHOT_SCATTER,   // publish: a chunk lies in a peer's staging

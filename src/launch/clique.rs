@@ -3,6 +3,7 @@
 //! Each rank's kernel waits for the others'. Behind each other on one stream the second would never start; until ranks
 //! on one stream are fused into one launch, such a call is refused with both ranks named.
 
+use super::running::Running;
 use crate::device::{streams_conflict, Device, DeviceKind, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
 use crate::launch::layout::MAX_RANKS;
@@ -22,6 +23,8 @@ pub(super) struct Clique {
     streams: [[AtomicU64; REMEMBERED]; MAX_RANKS],
     /// Whether any launch went to a queue. Until then nothing is noted of those on callers' threads.
     queued: AtomicBool,
+    /// The ranks' kernels, for an abort.
+    pub(super) members: Mutex<Vec<Arc<Running>>>,
 }
 
 /// A stream is remembered as its key with its device's ordinal below.

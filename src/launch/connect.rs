@@ -3,6 +3,7 @@
 use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
+use super::lending::Lending;
 use super::settings::{self, Settings};
 use super::templates::{Own, Programs};
 use super::{running, Engine, KernelMemory};
@@ -16,7 +17,7 @@ use crate::topology::host::HostIdentity;
 use crate::transport::{self, Geometry, Limit, PeerInbox, Reach, TwoShotGeometry};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,6 +51,7 @@ pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) 
 fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Result<RankInfo> {
     settings::check_choices()?;
     settings::wait_bound()?;
+    settings::zero_copy()?;
     let (p2p, shm) = settings::paths();
     let host = HostIdentity::of_this_process()?;
     let mut token = [0; 8];
@@ -183,6 +185,8 @@ impl Engine {
             links.path.name(),
             links.reason
         );
+        let devices: Vec<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
+        let lending = Lending::new(device.as_ref(), links.path, &devices, settings::zero_copy()?);
         let places = ranks.into_iter().map(|info| info.place).collect();
         let mut engine = assemble(
             device,
@@ -192,12 +196,14 @@ impl Engine {
             &programs,
             links.inboxes,
             Clique::of(links.communicator),
+            lending,
         )?;
         engine.reservation = reservation;
         Ok(engine)
     }
 }
 
+#[allow(clippy::too_many_arguments)]
 /// The engine of `rank` over opened inboxes, one a rank.
 pub(super) fn assemble(
     device: Arc<dyn Device>,
@@ -207,6 +213,7 @@ pub(super) fn assemble(
     programs: &[Program],
     inboxes: Vec<Arc<PeerInbox>>,
     clique: Arc<Clique>,
+    lending: Lending,
 ) -> Result<Engine> {
     let state = device.clone().allocate(size_of::<State>(), Placement::Device)?;
     let control = device.clone().allocate(size_of::<Control>(), Placement::Pinned)?;
@@ -229,7 +236,7 @@ pub(super) fn assemble(
     };
     let program = Box::new(own.program_work(&profile, programs, &inboxes));
     let one_shot = (profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
-    let two_shot = (profile.ranks > 1).then(|| Box::new(own.two_shot_work(&profile, &inboxes)));
+    let two_shot = (profile.ranks > 1).then(|| Box::new(own.two_shot_work(&profile, &inboxes, lending.borrows)));
     let engine = Engine {
         rank,
         places,
@@ -247,6 +254,8 @@ pub(super) fn assemble(
             _inboxes: inboxes,
         }),
         clique,
+        lending,
+        took_back: AtomicBool::new(false),
         order: Arc::default(),
         launched: Arc::default(),
         faults_seen: AtomicU64::new(0),

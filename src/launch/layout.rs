@@ -144,7 +144,9 @@ unsafe impl Sync for TwoShotWork {}
 
 const _: () = {
     assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 256);
-    assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80 && offset_of!(Control, parked) == 208);
+    assert!(
+        offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80 && offset_of!(Control, parked) == 208
+    );
     assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
     assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);

@@ -8,6 +8,7 @@ mod budget;
 mod clique;
 mod connect;
 pub mod layout;
+mod lending;
 mod order;
 mod running;
 mod settings;
@@ -17,18 +18,21 @@ mod tests;
 
 pub use connect::introduction;
 
-use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY};
+use crate::device::{
+    self, Device, DeviceKind, Devices, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY,
+};
 use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Algorithm, Call, Choice, Profile};
 use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
-use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork};
+use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, MAX_RANKS};
+use lending::{Lending, Lent};
 use order::StreamOrder;
 use parking_lot::Mutex;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use templates::{Programs, Steps};
@@ -37,8 +41,8 @@ use templates::{Programs, Steps};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Stop {
-    /// A peer was lost: only the host device leaves its kernel for this; a GPU kernel waits on until abort, so that no
-    /// stream runs past an unfinished collective.
+    /// A peer was lost: the host device leaves its kernel for this. A GPU kernel is told only when a peer takes back what
+    /// it lent (`lending`), and parks until abort, so that no stream runs past an unfinished collective.
     PeerLost = 1,
     /// ncclCommAbort on this rank.
     Abort = 2,
@@ -58,6 +62,9 @@ pub struct Engine {
     two_shot: Option<Box<TwoShotWork>>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
+    lending: Lending,
+    /// Peers were stopped because of what this rank had lent them.
+    took_back: AtomicBool,
     order: Arc<Mutex<StreamOrder>>,
     /// Eager launches.
     launched: Arc<AtomicU64>,
@@ -132,17 +139,18 @@ impl Engine {
             datatype: request.datatype,
             op: request.op,
         };
-        self.check_buffers(request, &call)?;
+        let reached = self.check_buffers(request, &call)?;
         let in_place = request.send == request.recv.cast_const();
         let reduces = request.collective == Collective::AllReduce;
         if self.profile.ranks == 1 && in_place && !(reduces && request.op == ReduceOp::Avg) {
             return Ok(None);
         }
+        let lent = self.lending.of(reached.0, reached.1);
         let (kernel, choice, arguments) = match request.collective {
-            Collective::AllReduce => self.all_reduce(request, &call)?,
+            Collective::AllReduce => self.all_reduce(request, &call, lent)?,
             Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, &call),
         };
-        self.tell(request, &choice);
+        self.tell(request, &choice, lent);
         Ok(Some(Work {
             kernel,
             choice,
@@ -152,7 +160,7 @@ impl Engine {
         }))
     }
 
-    fn all_reduce(&self, request: &Request, call: &Call) -> Result<(Kernel, Choice, Arguments)> {
+    fn all_reduce(&self, request: &Request, call: &Call, lent: Lent) -> Result<(Kernel, Choice, Arguments)> {
         let kernel = |family| Kernel {
             family,
             datatype: call.datatype,
@@ -174,6 +182,9 @@ impl Engine {
                     input,
                     output,
                     count,
+                    // One process has one address for all.
+                    lent_input: [if lent.input { input } else { std::ptr::null() }; MAX_RANKS],
+                    lent_output: [if lent.output { output } else { std::ptr::null_mut() }; MAX_RANKS],
                     ..**template
                 };
                 (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
@@ -242,7 +253,7 @@ impl Engine {
         (kernel, choice, Arguments::Program(work))
     }
 
-    fn tell(&self, request: &Request, choice: &Choice) {
+    fn tell(&self, request: &Request, choice: &Choice, lent: Lent) {
         info!(
             Coll,
             "{}: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
@@ -257,9 +268,13 @@ impl Engine {
             choice.threads,
             choice.reason
         );
+        if choice.algorithm == Algorithm::TwoShot {
+            info!(Coll, "rank {}: {lent}", self.rank);
+        }
     }
 
-    fn check_buffers(&self, request: &Request, call: &Call) -> Result<()> {
+    /// Whose kernels reach input and output.
+    fn check_buffers(&self, request: &Request, call: &Call) -> Result<(Devices, Devices)> {
         let bytes = call.bytes() as usize;
         let (mut sends, mut received) = (true, bytes);
         match request.collective {
@@ -268,13 +283,15 @@ impl Engine {
             Collective::AllGather => received = bytes * self.profile.ranks as usize,
             Collective::Broadcast { root } => sends = root == self.rank as i32,
         }
-        if sends {
-            self.check_buffer("sendbuff", request.send, bytes, call.datatype)?;
-        }
-        self.check_buffer("recvbuff", request.recv, received, call.datatype)
+        let input = match sends {
+            true => self.check_buffer("sendbuff", request.send, bytes, call.datatype)?,
+            false => Devices::NONE,
+        };
+        let output = self.check_buffer("recvbuff", request.recv, received, call.datatype)?;
+        Ok((input, output))
     }
 
-    fn check_buffer(&self, name: &str, pointer: *const c_void, bytes: usize, datatype: DataType) -> Result<()> {
+    fn check_buffer(&self, name: &str, pointer: *const c_void, bytes: usize, datatype: DataType) -> Result<Devices> {
         if !(pointer as usize).is_multiple_of(datatype.bytes()) {
             return Err(Error::argument(format!(
                 "{name} is {pointer:p}, which is not aligned to the {} bytes of a {}",
@@ -287,9 +304,15 @@ impl Engine {
 
     /// Makes every wait of this rank's kernels end. Any thread.
     pub fn stop(&self, reason: Stop) {
-        if reason == Stop::Abort || self.device.kind() == DeviceKind::Host {
-            self.control().stop.fetch_max(reason as u32, Ordering::SeqCst);
+        match reason {
+            Stop::Abort => self.stop_and_take_back(),
+            Stop::PeerLost if self.device.kind() == DeviceKind::Host => self.raise(reason),
+            Stop::PeerLost => {}
         }
+    }
+
+    fn raise(&self, reason: Stop) {
+        self.control().stop.fetch_max(reason as u32, Ordering::SeqCst);
     }
 
     fn stopped(&self) -> bool {
@@ -391,8 +414,9 @@ impl Drop for Engine {
         let deadline = Instant::now() + Duration::from_secs(10);
         let late =
             || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
-        self.stop(Stop::Abort);
+        self.raise(Stop::Abort);
         let done = self.synchronize(&late);
+        self.wait_for_borrowers();
         if let Err(error) = &done {
             crate::warning!("{}: its memory and its blocks of the GPU are kept", error.text);
             std::mem::forget(self.memory.clone());
@@ -427,7 +451,7 @@ pub fn launch(batch: &[Part]) -> Result<()> {
     match batch {
         // A rank with a thread of its own.
         [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
-            device::host::launch_alone(&launch_of(engine, work))?
+            run_here(batch, || device::host::launch_alone(&launch_of(engine, work)))?
         }
         _ => {
             enqueue(batch)?;
@@ -436,14 +460,20 @@ pub fn launch(batch: &[Part]) -> Result<()> {
             if sequences.is_empty() {
                 return Ok(());
             }
-            device::host::launch(&sequences)?
+            run_here(batch, || device::host::launch(&sequences))?
         }
     }
     let mut here = batch.iter().filter(|part| on_callers_thread(part));
-    here.try_for_each(|(engine, works)| {
-        engine.launched.fetch_add(works.len() as u64, Ordering::Release);
-        engine.outcome()
-    })
+    here.try_for_each(|(engine, _)| engine.outcome())
+}
+
+/// Runs what a batch has for the caller's thread, and counts it.
+fn run_here(batch: &[Part], run: impl FnOnce() -> Result<()>) -> Result<()> {
+    let here = || batch.iter().filter(|part| on_callers_thread(part));
+    here().for_each(|(engine, _)| engine.note_here(true, 0));
+    let ran = run();
+    here().for_each(|(engine, works)| engine.note_here(false, if ran.is_ok() { works.len() as u64 } else { 0 }));
+    ran
 }
 
 /// The ranks of one communicator are launched side by side, operation by operation, since their kernels wait for each
@@ -467,7 +497,8 @@ fn enqueue(batch: &[Part]) -> Result<()> {
             for (engine, works) in batch.iter().filter(of_first) {
                 if let Some(work) = works.get(round) {
                     engine.before_launch(work)?;
-                    engine.device.enqueue(&launch_of(engine, work))?;
+                    let enqueued = engine.device.enqueue(&launch_of(engine, work));
+                    enqueued.inspect_err(|_| engine.launch_failed())?;
                     engine.after_launch(work)?;
                 }
             }

@@ -27,6 +27,8 @@ pub(super) struct StreamOrder {
     /// Behind the last eager launch, if that came after the first captured one.
     mark: Option<Mark>,
     captured: bool,
+    /// An eager launch has begun and is not counted yet.
+    launching: bool,
     /// The latest captures, oldest first.
     captures: VecDeque<CaptureTail>,
 }
@@ -34,6 +36,10 @@ pub(super) struct StreamOrder {
 impl StreamOrder {
     pub(super) fn mark(&self) -> Option<Mark> {
         self.mark
+    }
+
+    pub(super) fn is_launching(&self) -> bool {
+        self.launching
     }
 }
 
@@ -52,6 +58,7 @@ impl Engine {
 
     fn is_idle(&self, order: &StreamOrder) -> Result<bool> {
         match order.mark {
+            _ if order.launching => Ok(false),
             Some(mark) => self.device.reached(mark),
             None => Ok(self.control().left.load(Ordering::Acquire) >= self.launched.load(Ordering::Acquire)),
         }
@@ -104,6 +111,7 @@ impl Engine {
                 }
             }
             order.eager = Some((key, handle));
+            order.launching = true;
             return Ok(());
         };
         match order.captures.iter_mut().find(|tail| tail.capture == capture) {
@@ -133,12 +141,25 @@ impl Engine {
         if work.stream_key.capture.is_some() {
             return Ok(());
         }
-        self.launched.fetch_add(1, Ordering::Release);
         let mut order = self.order.lock();
+        self.launched.fetch_add(1, Ordering::SeqCst);
+        order.launching = false;
         if order.captured {
             order.mark = Some(self.device.mark(order.mark, work.stream)?);
         }
         Ok(())
+    }
+
+    /// Of a launch on the caller's thread, which nothing orders: it is under way, or `launched` operations are done.
+    pub(super) fn note_here(&self, launching: bool, launched: u64) {
+        let mut order = self.order.lock();
+        order.launching = launching;
+        self.launched.fetch_add(launched, Ordering::SeqCst);
+    }
+
+    /// The launch that `before_launch` let pass was refused.
+    pub(super) fn launch_failed(&self) {
+        self.order.lock().launching = false;
     }
 
     /// At the end of the engine.
@@ -207,7 +228,7 @@ pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{host, Device, DeviceKind, Launch, Memory, Placement};
+    use crate::device::{host, Device, DeviceKind, Devices, Launch, Memory, Placement};
     use crate::error::Code;
     use crate::launch::{admit, running, tests, Algorithm, KernelMemory, Stop};
     use crate::request::{Collective, DataType, ReduceOp, Request};
@@ -265,8 +286,8 @@ mod tests {
             Ok(address)
         }
         fn unregister(&self, _address: *mut u8) {}
-        fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<()> {
-            Ok(())
+        fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<Devices> {
+            Ok(Devices::ALL)
         }
         fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
             Ok(StreamKey {

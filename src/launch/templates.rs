@@ -5,7 +5,7 @@ use super::layout::{
 };
 use crate::plan::{self, Profile, Program};
 use crate::transport::PeerInbox;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
 const NO_STEP: Step = Step {
@@ -155,7 +155,7 @@ impl Own {
         }
     }
 
-    pub(super) fn two_shot_work(&self, profile: &Profile, inboxes: &[Arc<PeerInbox>]) -> TwoShotWork {
+    pub(super) fn two_shot_work(&self, profile: &Profile, inboxes: &[Arc<PeerInbox>], may_lend: bool) -> TwoShotWork {
         let (mut slots, mut counters) = ([null_mut(); MAX_RANKS], [null_mut(); MAX_RANKS]);
         for (peer, inbox) in inboxes.iter().enumerate() {
             (slots[peer], counters[peer]) = (inbox.two_shot_slots(), inbox.two_shot_counters());
@@ -171,9 +171,11 @@ impl Own {
             rank: self.rank,
             ranks: profile.ranks,
             most_blocks: profile.two_shot_blocks,
-            pad: 0,
+            may_lend: u32::from(may_lend),
             slots,
             counters,
+            lent_input: [null(); MAX_RANKS],
+            lent_output: [null_mut(); MAX_RANKS],
         }
     }
 }

@@ -11,6 +11,7 @@ use half::{bf16, f16};
 use oracle::{Element, Order, Patterns};
 
 mod graphs;
+mod lending;
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;
 mod random;
@@ -51,6 +52,7 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
         .map(|device| Inbox::create(device, path, geometry).unwrap())
         .collect();
     let clique: Arc<Clique> = Arc::default();
+    let uuids: Vec<_> = devices.iter().map(|device| device.uuid()).collect();
     let engine = |rank: usize| {
         let open = |peer: usize| match peer == rank {
             true => inboxes[peer].own(),
@@ -69,6 +71,7 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
             &programs,
             opened,
             clique.clone(),
+            Lending::new(devices[rank].as_ref(), path, &uuids, true),
         )
         .unwrap()
     };

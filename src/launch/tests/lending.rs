@@ -1,0 +1,137 @@
+//! Zero copy: every mix of ranks that lend and do not, and what an abort takes back.
+
+use super::oracle::Patterns;
+use super::*;
+use std::sync::Barrier;
+
+/// Engines of which rank r lends what bits 2r (its input) and 2r + 1 (its output) of `mix` say.
+fn lenders(ranks: u32, channels: u32, mix: u64) -> Vec<Engine> {
+    let mut engines = cluster(&profile(ranks, Algorithm::TwoShot, channels), Path::P2p);
+    for (rank, engine) in engines.iter_mut().enumerate() {
+        engine.lending.input = mix >> (2 * rank) & 1 != 0;
+        engine.lending.output = mix >> (2 * rank + 1) & 1 != 0;
+    }
+    engines
+}
+
+#[test]
+fn every_mix_of_direct_and_staged_buffers_gives_the_same_bits() {
+    for (ranks, mixes) in [(2, 16), (3, 64)] {
+        for mix in 0..mixes {
+            let engines = lenders(ranks, 1 + ranks % 2, mix);
+            check::<f32>(&engines, Order::Ranks, mix, &[1, 17, 1000, 5003]);
+            check::<bf16>(&engines, Order::Ranks, mix + 100, &[3, 2000]);
+        }
+    }
+    let mut patterns = Patterns(5);
+    for ranks in [4, 8, 16] {
+        for _ in 0..3 {
+            check_all_types(&lenders(ranks, 2, patterns.next()), Order::Ranks, &[2, 255, 3001]);
+        }
+    }
+}
+
+/// Who lends changes from call to call, on the same staging, and so do counts.
+#[test]
+fn ranks_may_lend_in_one_operation_and_not_in_the_next() {
+    let mut patterns = Patterns(9);
+    for ranks in [2, 3, 5] {
+        let mut engines = lenders(ranks, 3, 0);
+        for operation in 0..60 {
+            for engine in &mut engines {
+                let drawn = patterns.next() >> 20;
+                (engine.lending.input, engine.lending.output) = (drawn & 1 != 0, drawn & 6 != 0);
+            }
+            let count = 1 + patterns.next() as usize % 4000;
+            check::<i32>(&engines, Order::Ranks, operation, &[count]);
+        }
+    }
+}
+
+#[test]
+fn what_is_lent_is_said_with_the_reason() {
+    let device = host::open(0);
+    let lent = |path, ranks: usize, enabled, reached| {
+        let lending = Lending::new(device.as_ref(), path, &vec![device.uuid(); ranks], enabled);
+        lending.of(Devices::ALL, reached).to_string()
+    };
+    for (said, words) in [
+        (
+            lent(Path::P2p, 2, true, Devices::ALL),
+            "input direct, output direct: all ranks are in one process",
+        ),
+        (
+            lent(Path::P2p, 2, false, Devices::ALL),
+            "input staged, output staged: OSSICLE_ZERO_COPY is 0",
+        ),
+        (lent(Path::Shm, 2, true, Devices::ALL), "not all in one process"),
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
+}
+
+/// Rank 0 is aborted while rank 1 and 2 are in the operation, or come to it then. When its engine has ended they touch
+/// its buffers no more, which are freed at once: AddressSanitizer would see it.
+#[test]
+fn an_aborted_rank_takes_back_what_it_lent() {
+    for round in 0..40 {
+        let engines: Vec<Arc<Engine>> = lenders(3, 1, u64::MAX).into_iter().map(Arc::new).collect();
+        let begun = Arc::new(Barrier::new(4));
+        let mut threads = Vec::new();
+        // Rank 2 never comes in half of the rounds, so that the others are in mid-operation.
+        for rank in 0..if round % 2 == 0 { 2 } else { 3 } {
+            let (engine, begun) = (engines[rank].clone(), begun.clone());
+            threads.push(std::thread::spawn(move || {
+                let mut buffer = vec![1f32; 20_000];
+                let request = Request {
+                    collective: Collective::AllReduce,
+                    send: buffer.as_ptr().cast(),
+                    recv: buffer.as_mut_ptr().cast(),
+                    count: buffer.len(),
+                    datatype: DataType::Float32,
+                    op: ReduceOp::Sum,
+                    stream: std::ptr::null_mut(),
+                };
+                begun.wait();
+                let mut ended = Ok(());
+                while ended.is_ok() {
+                    let work = engine.prepare(&request).unwrap().unwrap();
+                    ended = launch(&[(&*engine, &[work])]);
+                }
+                drop(engine);
+                (rank, ended, buffer)
+            }));
+        }
+        (threads.len()..3).for_each(|_| {
+            drop(std::thread::spawn({
+                let begun = begun.clone();
+                move || begun.wait()
+            }))
+        });
+        begun.wait();
+        std::thread::sleep(Duration::from_micros(100 * round));
+        engines[0].stop(Stop::Abort);
+        engines[0].wait_for_borrowers();
+        for peer in engines[0].peers() {
+            assert!(
+                !peer.may_borrow() || peer.rank == 0,
+                "rank {} may still use the buffers",
+                peer.rank
+            );
+        }
+        for thread in threads {
+            let (_, ended, buffer) = thread.join().unwrap();
+            assert_eq!(ended.unwrap_err().code, crate::error::Code::RemoteError);
+            drop(buffer);
+        }
+    }
+}
+
+/// An abort that comes when all is done stops nobody else.
+#[test]
+fn an_abort_between_operations_leaves_peers_alone() {
+    let engines = lenders(2, 1, u64::MAX);
+    check::<i32>(&engines, Order::Ranks, 1, &[1000]);
+    engines[0].stop(Stop::Abort);
+    assert!(engines[0].stopped() && !engines[1].stopped());
+}
