@@ -119,6 +119,8 @@ fn an_aborted_rank_takes_back_what_it_lent() {
                 peer.rank
             );
         }
+        // What the session says of the abort, which stops those that wait for an operation that rank 0 never began.
+        engines.iter().for_each(|engine| engine.stop(Stop::PeerLost));
         for thread in threads {
             let (_, ended, buffer) = thread.join().unwrap();
             assert_eq!(ended.unwrap_err().code, crate::error::Code::RemoteError);
