@@ -1,8 +1,10 @@
-// Every kernel of the library: a family for each element type and operation. nvcc makes the fatbin of this file, the
+// Every kernel of the library: a family of reductions for each element type and operation, and the moves. nvcc makes the fatbin of this file, the
 // host C++ compiler the host device's kernels; src/device/mod.rs (Kernel) names the same set.
 #include "collective/one_shot.h"
+#include "collective/one_shot_move.h"
 #include "collective/program.h"
-#include "collective/two_shot.h"
+#include "collective/two_shot_direct.h"
+#include "collective/two_shot_move.h"
 
 #define OSSICLE_PROGRAM(type, name, Op, op) \
   OSSICLE_KERNEL(program_##name##_##op, ossicle::ProgramWork, (ossicle::program<type, ossicle::Op>))
@@ -26,6 +28,8 @@
 OSSICLE_TYPES(OSSICLE_PROGRAM)
 OSSICLE_TYPES(OSSICLE_ONE_SHOT)
 OSSICLE_TYPES(OSSICLE_TWO_SHOT)
+OSSICLE_KERNEL(one_shot_move, ossicle::OneShotWork, ossicle::one_shot_move)
+OSSICLE_KERNEL(two_shot_move, ossicle::TwoShotWork, ossicle::two_shot_move)
 
 #if !defined(__CUDACC__)
 // The host device finds kernels by position, in the order of Kernel::all.
@@ -35,5 +39,7 @@ OSSICLE_TYPES(OSSICLE_TWO_SHOT)
 using HostKernel = void (*)(const void*, uint32_t, uint32_t);
 extern "C" const HostKernel ossicle_host_kernels[];
 const HostKernel ossicle_host_kernels[] = {OSSICLE_TYPES(OSSICLE_PROGRAM_ENTRY) OSSICLE_TYPES(OSSICLE_ONE_SHOT_ENTRY)
-                                           OSSICLE_TYPES(OSSICLE_TWO_SHOT_ENTRY)};
+                                           OSSICLE_TYPES(OSSICLE_TWO_SHOT_ENTRY)
+                                           reinterpret_cast<HostKernel>(ossicle_one_shot_move),
+                                           reinterpret_cast<HostKernel>(ossicle_two_shot_move)};
 #endif

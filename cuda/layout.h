@@ -10,6 +10,8 @@ constexpr uint32_t MAX_RANKS = 16;
 constexpr uint32_t MAX_CHANNELS = 128;
 constexpr uint32_t MAX_LINKS = 16;
 constexpr uint32_t MAX_STEPS = 32;
+// The root of what has none: all but a broadcast.
+constexpr uint32_t NO_ROOT = ~0u;
 
 // Why a kernel must stop waiting. Written by the host, read by every wait.
 enum Stop : uint32_t { STOP_NONE = 0, STOP_PEER_LOST = 1, STOP_ABORT = 2 };
@@ -88,6 +90,10 @@ struct Step {
   uint8_t chunk;
 };
 
+// What a rank lends its peers in one operation. In each work struct `zero_copy` tells that ranks of the communicator may
+// do so: a launch that gave up because a peer took back what it lent parks then (park).
+enum Lends : uint32_t { LENDS_INPUT = 1, LENDS_OUTPUT = 2 };
+
 // A plan's program for one rank: every channel walks `steps` once for each iteration over its part of the data.
 struct ProgramWork {
   const void* input;
@@ -102,10 +108,7 @@ struct ProgramWork {
   uint32_t ranks;
   uint32_t chunks;  // chunks of one iteration
   uint32_t steps;
-  uint32_t pad;
-  // 0: the chunks of an iteration cut the data. Else chunk i lies i times so many elements further on in the output, and
-  // `count` elements are one rank's, which is all of the input.
-  uint64_t output_stride;
+  uint32_t zero_copy;
   Link send[MAX_LINKS];
   Link recv[MAX_LINKS];
   Step step[MAX_STEPS];
@@ -116,18 +119,20 @@ struct alignas(16) Line {
   uint64_t half[2];
 };
 
-// Every rank writes its data as lines into its region of every peer's area and reduces what arrives in rank order.
-// An area is [parity][source rank][lines].
+// Every rank writes its data as lines into its region of every peer's area and reduces or copies what arrives. An area is
+// [parity][source rank][lines].
 struct OneShotWork {
   const void* input;
   void* output;
-  uint64_t count;  // elements
+  uint64_t count;  // elements; of a move bytes, in an all-gather one rank's
   State* state;
   Control* control;
   uint64_t* started;
   uint32_t rank;
   uint32_t ranks;
   uint32_t lines;  // lines of one region
+  uint32_t root;
+  uint32_t zero_copy;
   uint32_t pad;
   Line* area[MAX_RANKS];
 };
@@ -138,7 +143,7 @@ struct OneShotWork {
 struct TwoShotWork {
   const void* input;
   void* output;
-  uint64_t count;  // elements
+  uint64_t count;  // elements; of a move bytes, in an all-gather one rank's
   State* state;
   Control* control;
   uint64_t* started;
@@ -146,21 +151,19 @@ struct TwoShotWork {
   uint32_t rank;
   uint32_t ranks;
   uint32_t most_blocks;
-  // Ranks may lend each other their buffers, so that the stop word is read before a peer's is touched.
-  uint32_t may_lend;
+  uint32_t root;
+  uint32_t zero_copy;
+  uint32_t lends;  // Lends
   uint8_t* slots[MAX_RANKS];
   uint64_t* counters[MAX_RANKS];
-  // By rank: this rank's input and output under the address that the peer's kernels have for it; null: not lent to it.
-  const void* lent_input[MAX_RANKS];
-  void* lent_output[MAX_RANKS];
 };
 
 static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
 static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, parked) == 208, "Control");
 static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
-static_assert(sizeof(ProgramWork) == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
-static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");
-static_assert(sizeof(TwoShotWork) == 72 + 4 * MAX_RANKS * 8, "TwoShotWork");
+static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
+static_assert(sizeof(OneShotWork) == 72 + MAX_RANKS * 8, "OneShotWork");
+static_assert(sizeof(TwoShotWork) == 80 + 2 * MAX_RANKS * 8, "TwoShotWork");
 
 }  // namespace ossicle

@@ -126,6 +126,49 @@ fn abort(seed: u64) -> bool {
     pair(aborted, &scheduler).into_iter().all(|ended| ended)
 }
 
+/// Eight ranks lend each other their buffers; rank 0 is aborted in mid-operation, and frees its buffers at once. The others
+/// are told, or do not get in, and end theirs.
+fn abort_of_a_lender(round: usize) -> bool {
+    let id = unique_id();
+    let rank = move |rank: usize| {
+        let mut comm = null_mut();
+        // SAFETY: comm is a writable handle.
+        let made = unsafe { api::ncclCommInitRank(&mut comm, RANKS as i32, id, rank as i32) };
+        assert_eq!(made, 0);
+        let mut data = vec![1.0f32; 50_000];
+        let handle = comm.addr();
+        let abort = move || {
+            for _ in 0..round * 40 {
+                thread::yield_now();
+            }
+            // SAFETY: a live handle; the call of the other thread is in an operation, or will be refused.
+            unsafe { api::ncclCommAbort(std::ptr::without_provenance_mut(handle)) }
+        };
+        if rank == 0 {
+            // On a stream: the call returns, and the operation goes on.
+            let scheduler = Scheduler::new(round as u64).expect("a scheduler");
+            let stream = scheduler.stream();
+            assert!((0..3).all(|_| add_up(&mut data, comm, &stream)));
+            let ended = thread::spawn(abort).join().expect("the other thread") == 0;
+            data.fill(-1.0);
+            drop(data);
+            stream.synchronize().expect("done");
+            return ended;
+        }
+        let buffer = data.as_mut_ptr().cast::<c_void>();
+        // SAFETY: the buffer has so many floats and nobody else uses it.
+        while unsafe { api::ncclAllReduce(buffer, buffer, data.len(), FLOAT, SUM, comm, null_mut()) } == 0 {}
+        // SAFETY: a live handle.
+        unsafe { api::ncclCommAbort(comm) == 0 }
+    };
+    let threads: Vec<_> = (0..RANKS).map(|number| thread::spawn(move || rank(number))).collect();
+    let ended = threads
+        .into_iter()
+        .map(|thread| thread.join().expect("a rank's thread"));
+    let ended: Vec<bool> = ended.collect();
+    ended.into_iter().all(|ended| ended)
+}
+
 /// A communicator on a GPU, asked of a library that was built without device code.
 fn says_host_only() -> bool {
     let (mut comm, id) = (null_mut(), unique_id());
@@ -159,6 +202,13 @@ fn main() {
     std::env::remove_var("NCCL_ALGO");
     check("graphs that outlive a communicator", (0..4).all(graphs));
     check("aborts in mid-operation", (0..4).all(abort));
+    std::env::set_var("OSSICLE_ZERO_COPY", "1");
+    std::env::set_var("NCCL_ALGO", "TwoShot");
+    check("zero copy", reduce(&[1, 10, 1000, 20_000, 65_536, 3]) == 0);
+    check("aborts of a lender", (0..12).all(abort_of_a_lender));
+    check("zero copy, aborts in mid-operation", (4..8).all(abort));
+    std::env::remove_var("NCCL_ALGO");
+    check("zero copy, graphs that outlive a communicator", (4..6).all(graphs));
     if cfg!(feature = "host-only") {
         std::env::set_var("OSSICLE_DEVICE", "cuda");
         check("a library without device code says so", says_host_only());

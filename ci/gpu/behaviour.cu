@@ -133,19 +133,19 @@ static void streams() {
   current = "streams";
   Cluster two(2);
   float *a = device<float>(8), *b = device<float>(8);
-  ncclGroupStart();
-  ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], two.streams[0]);
-  ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[0]);
-  check(ncclGroupEnd() == ncclInvalidUsage && last_error_has("one stream"), "two ranks on one stream");
+  check(ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], two.streams[0]) == ncclSuccess, "rank 0 on a stream");
+  check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[0]) == ncclInvalidUsage && last_error_has("one stream"),
+        "rank 1 behind it, in another group");
+  check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[1]) == ncclSuccess, "rank 1 on its own stream");
   check(sums(two, 1000), "the communicator works on after the refusal");
   {
-    // A blocking stream and the default stream take turns, so they are one stream in this.
     cudaStream_t blocking;
     cuda(cudaStreamCreate(&blocking), "stream");
-    ncclGroupStart();
-    ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], nullptr);
-    ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], blocking);
-    check(ncclGroupEnd() == ncclInvalidUsage && last_error_has("one stream"), "the default stream and a blocking one");
+    // A blocking stream and the default stream take turns, so they are one stream in this.
+    check(ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], nullptr) == ncclSuccess, "rank 0 on the default stream");
+    check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], blocking) == ncclInvalidUsage && last_error_has("one stream"),
+          "rank 1 on a blocking stream, in another group");
+    check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[1]) == ncclSuccess, "rank 1 beside it");
     // Rank 0 is two operations ahead, and rank 1 comes on the stream of the first.
     ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], two.streams[0]);
     ncclAllReduce(a, a, 8, ncclFloat, ncclSum, two.comms[0], blocking);
@@ -154,6 +154,7 @@ static void streams() {
       check(ncclAllReduce(b, b, 8, ncclFloat, ncclSum, two.comms[1], two.streams[1]) == ncclSuccess, "beside it");
     }
     for (auto stream : {two.streams[0], two.streams[1], blocking}) cuda(cudaStreamSynchronize(stream), "synchronise");
+    cuda(cudaStreamSynchronize(nullptr), "synchronise");
     cudaStreamDestroy(blocking);
     // A stream may go once its work is done.
     for (int rank = 0; rank < 2; rank++) {

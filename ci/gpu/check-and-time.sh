@@ -71,7 +71,7 @@ readonly sweep_rows race_rows_wanted
 
 # Ranks as threads of one process share a GPU; each stream needs a hardware queue, so that no kernel queues behind one
 # that waits for it.
-readonly threads_env=(NCCL_MULTI_RANK_GPU_ENABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=32)
+readonly threads_env=(NCCL_MULTI_RANK_GPU_ENABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER)
 # Ranks as processes on one GPU; all else at defaults.
 readonly share_env=(NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_TESTS_DEVICE=0)
 # The library says at the first communicator who it is.

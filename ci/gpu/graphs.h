@@ -179,6 +179,58 @@ static void streams_of_one_capture() {
   for (auto stream : more) cudaStreamDestroy(stream);
 }
 
+// All ranks on one stream, group by group: eager between new input and a check, then captured and replayed.
+static void ranks_on_one_stream(int ranks) {
+  current = "ranks on one stream";
+  Cluster cluster(ranks);
+  Data small(cluster, 8), large(cluster, 1 << 20);
+  cudaStream_t blocking;
+  cuda(cudaStreamCreate(&blocking), "stream");
+  // The default stream and a blocking one take turns.
+  std::vector<cudaStream_t> taking_turns(ranks, blocking);
+  taking_turns[0] = nullptr;
+  const std::vector<std::vector<cudaStream_t>> layouts{
+      std::vector<cudaStream_t>(ranks, cluster.streams[0]), std::vector<cudaStream_t>(ranks, blocking),
+      std::vector<cudaStream_t>(ranks, nullptr), taking_turns, cluster.streams};
+  auto each = [&](const std::vector<cudaStream_t>& streams, int turn, bool before) {
+    for (auto data : {&small, &large}) {
+      for (int rank = 0; rank < ranks; rank++) {
+        if (before) fill<<<16, 256, 0, streams[rank]>>>(data->buffers[rank], data->count, rank, turn);
+        else compare<<<16, 256, 0, streams[rank]>>>(data->buffers[rank], data->count, ranks, turn, 3, data->wrong);
+      }
+    }
+  };
+  bool ok = true;
+  for (int turn = 0; turn < 50; turn++) {
+    const auto& streams = layouts[turn % layouts.size()];
+    each(streams, turn, true);
+    for (auto data : {&small, &large}) {
+      ok = ok && reduce_all(cluster, *data, streams, 2) == ncclSuccess && reduce_all(cluster, *data, streams) == ncclSuccess;
+    }
+    each(streams, turn, false);
+    // The next layout has other streams, which nothing orders behind these.
+    cuda(cudaDeviceSynchronize(), "synchronise");
+  }
+  check(ok, "eager groups");
+  check(small.wrong_elements() == 0 && large.wrong_elements() == 0, "every element of eager groups");
+  for (auto mode : {cudaStreamCaptureModeRelaxed, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeGlobal}) {
+    cudaGraph_t graph;
+    Graphs graphs;
+    cuda(cudaStreamBeginCapture(cluster.streams[0], mode), "capture");
+    for (auto data : {&small, &large}) {
+      ok = ok && reduce_all(cluster, *data, layouts[0], 2) == ncclSuccess && reduce_all(cluster, *data, layouts[0]) == ncclSuccess;
+    }
+    check(ok, "groups under capture");
+    cuda(cudaStreamEndCapture(cluster.streams[0], &graph), "end of capture: all branches are joined");
+    graphs.add(graph, cluster.streams[0]);
+    for (int turn = 0; turn < 50; turn++) replay(cluster, graphs, {&small, &large}, turn, 3);
+    check(small.wrong_elements() == 0 && large.wrong_elements() == 0, "every element of replays");
+    check(sums(cluster, 1000), "an eager sum after the replays");
+  }
+  cudaStreamDestroy(blocking);
+  free_discarded();
+}
+
 static void refusals_under_capture() {
   current = "refusals under capture";
   Cluster two(2);
@@ -191,7 +243,15 @@ static void refusals_under_capture() {
     cudaGraphDestroy(graph);
   };
   refused({two.streams[0], two.streams[1]}, "the other is not", "one rank under capture and one not");
-  refused({two.streams[0], two.streams[0]}, "one stream", "two ranks on one stream under capture");
+  // In one group ranks may share a captured stream; in two the second would be behind the first.
+  cuda(cudaStreamBeginCapture(two.streams[0], cudaStreamCaptureModeThreadLocal), "capture");
+  auto reduce = [&](int rank) {
+    return ncclAllReduce(data.buffers[rank], data.buffers[rank], 8, ncclInt32, ncclSum, two.comms[rank], two.streams[0]);
+  };
+  check(reduce(0) == ncclSuccess, "one rank alone under capture");
+  check(reduce(1) == ncclInvalidUsage && last_error_has("one stream"), "the other on its stream, in another group");
+  check(cudaStreamEndCapture(two.streams[0], &graph) == cudaSuccess, "the capture survives the refusal");
+  cudaGraphDestroy(graph);
   cudaStream_t blocking;
   cuda(cudaStreamCreate(&blocking), "stream");
   cuda(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeThreadLocal), "capture");
@@ -317,6 +377,7 @@ static void graphs() {
   }
   two_graphs_of_one_communicator();
   streams_of_one_capture();
+  for (int ranks : {2, 8}) ranks_on_one_stream(ranks);
   refusals_under_capture();
   init_in_a_capture();
   for (size_t count : {size_t(8), size_t(1) << 20}) {

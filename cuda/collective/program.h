@@ -1,8 +1,8 @@
 // The interpreter: a channel's block walks its plan's steps over links of slots.
 //
-// A channel owns one contiguous part of the data (of every rank's, in an all-gather) and walks it in iterations; a
-// chunk fills at most one slot. Every rank cuts the data alike, from count, channels and slot size alone. Thread 0 waits for a step's slots, the
-// block moves the chunk, thread 0 publishes.
+// A channel owns one contiguous part of the data and walks it in iterations; a chunk fills at most one slot. Every rank
+// cuts the data alike, from count, channels and slot size alone. Thread 0 waits for a step's slots, the block moves the
+// chunk, thread 0 publishes.
 #pragma once
 #include "../core/element.h"
 #include "../protocol/slots.h"
@@ -94,8 +94,8 @@ template <typename T, typename Op> struct Channel {
   uint32_t index;
   bool aligned;
 
-  // The chunk begins at `input_at` in the input and at `output_at` in the output.
-  OSSICLE_DEVICE bool step(const Block& block, uint32_t number, uint64_t input_at, uint64_t output_at, uint64_t count) const {
+  // The chunk begins at element `at` of the input and of the output.
+  OSSICLE_DEVICE bool step(const Block& block, uint32_t number, uint64_t at, uint64_t count) const {
     const Step& step = work.step[number];
     const bool recv = step.flags & STEP_RECV, load = step.flags & STEP_LOAD;
     const bool send = step.flags & STEP_SEND, store = step.flags & STEP_STORE;
@@ -107,9 +107,9 @@ template <typename T, typename Op> struct Channel {
       ok = (!recv || from.wait_filled(work, index, number)) && (!send || to.wait_free(work, index, number));
     }
     if (!barrier_and<Site::PROGRAM_READY>(block, ok)) return false;
-    const Operands<T> operands{reinterpret_cast<const T*>(from.slot()), static_cast<const T*>(work.input) + input_at,
+    const Operands<T> operands{reinterpret_cast<const T*>(from.slot()), static_cast<const T*>(work.input) + at,
                                send ? reinterpret_cast<T*>(to.slot()) : nullptr,
-                               store ? static_cast<T*>(work.output) + output_at : nullptr};
+                               store ? static_cast<T*>(work.output) + at : nullptr};
     const bool finish = step.flags & STEP_FINISH;
     if (recv && load) move_chunk<T, Op, true, true>(block, operands, count, op, finish, aligned);
     else if (recv) move_chunk<T, Op, true, false>(block, operands, count, op, finish, aligned);
@@ -135,9 +135,8 @@ template <typename T, template <typename> class OpOf>
 OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
   constexpr uint64_t N = PACK_BYTES / sizeof(T);
   enter(block, work.state, work.started);
-  const bool aligned = (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output) |
-                        work.output_stride * sizeof(T)) % PACK_BYTES == 0;
-  const uint64_t cuts = work.output_stride ? 1 : work.chunks;
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output)) % PACK_BYTES == 0;
   const Channel<T, OpOf<T>> channel{work, OpOf<T>(work.ranks), block.index, aligned};
   const uint64_t part = ceil_div(ceil_div(work.count, work.channels), N) * N;
   const uint64_t begin = min_of(part * block.index, work.count);
@@ -145,16 +144,15 @@ OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
   const uint64_t slot_elements = work.slot_bytes / sizeof(T);
   bool ok = true;
   for (uint64_t at = begin; ok && at < end;) {
-    const uint64_t chunk = min_of(slot_elements, ceil_div(ceil_div(end - at, cuts), N) * N);
+    const uint64_t chunk = min_of(slot_elements, ceil_div(ceil_div(end - at, work.chunks), N) * N);
     for (uint32_t s = 0; ok && s < work.steps; ++s) {
-      const uint64_t number = work.step[s].chunk;
-      const uint64_t offset = work.output_stride ? at : min_of(at + chunk * number, end);
-      ok = channel.step(block, s, offset, offset + number * work.output_stride, min_of(chunk, end - offset));
+      const uint64_t offset = min_of(at + chunk * work.step[s].chunk, end);
+      ok = channel.step(block, s, offset, min_of(chunk, end - offset));
     }
-    at += chunk * cuts;
+    at += chunk * work.chunks;
   }
   // Whether the last step went through or stopped, it ended in a barrier.
-  leave_together(block, work.state, work.control, false);
+  leave_together(block, work.state, work.control, false, work.zero_copy);
 }
 
 }  // namespace ossicle

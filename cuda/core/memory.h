@@ -158,9 +158,10 @@ OSSICLE_DEVICE void enter(const Block& block, const State* state, uint64_t* star
   if (block.index == 0 && block.thread == block.threads - 1) store_word(started, state->ordinal + 1);
 }
 
-// A count that only the CPU reads, to give memory back later. A GPU does not fence for it: a release to host memory holds
-// up the end of a kernel by about 1 us, and the driver call that takes memory away comes later than any store that is
-// still under way.
+// A count that only the CPU reads, to give memory back later. A GPU does not fence for it, since a release to host memory
+// holds up the end of every kernel by about 1 us. So by the letter of the memory model a last store of the kernel could
+// land after the count; what makes it safe is time: memory is given back at the end of a communicator, and its next
+// holder begins with a memset, which the driver launches microseconds after the CPU has read the count over the bus.
 template <Site SITE> OSSICLE_DEVICE void tell_host(uint64_t* count, uint64_t value) {
 #if defined(__CUDACC__)
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(count), "l"(value) : "memory");
@@ -187,13 +188,14 @@ OSSICLE_APART void park(State* state, Control* control) {
 // The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
 // touched memory. The last block advances the operation's number, and the line epoch if the launch used lines, and tells
 // the host that nothing of this launch touches memory any more. Every block has read both counters before it arrives.
-OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* control, bool used_lines) {
+OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* control, bool used_lines,
+                                   uint32_t zero_copy) {
   if (block.thread != 0) return;
   if (block.blocks > 1) {
     if (arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 < block.blocks) return;
     state->arrivals = 0;
   }
-  if (load_word(&state->peer_lost) != 0) park(state, control);
+  if (zero_copy != 0 && load_word(&state->peer_lost) != 0) park(state, control);
   const uint64_t left = state->ordinal + 1;
   state->ordinal = left;
   if (used_lines) state->ll_epoch += 1;
@@ -202,9 +204,10 @@ OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* co
 
 // The same for a block whose threads come one by one.
 template <Site SITE>
-OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines) {
+OSSICLE_DEVICE void leave(const Block& block, State* state, Control* control, bool used_lines,
+                                   uint32_t zero_copy) {
   barrier<SITE>(block);
-  leave_together(block, state, control, used_lines);
+  leave_together(block, state, control, used_lines, zero_copy);
 }
 
 }  // namespace ossicle

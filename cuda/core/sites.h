@@ -1,8 +1,8 @@
 // Every place that orders memory or threads, by name, so that each can be dropped and must be missed.
 //
-// A publish, consume, barrier, fence or arrival is written for a site: publish<Site::PROGRAM_TAIL>(flag, value). A build
+// A publish, consume, barrier, fence or arrival, or a wait for another rank's note, is written for a site: publish<Site::PROGRAM_TAIL>(flag, value). A build
 // with OSSICLE_DROP_SITE set to a site's number weakens that one: publish and consume become relaxed, a barrier does
-// not wait, a fence does nothing. Kernels as they ship are built without it. One name a line: ci/mutate reads this list
+// not wait, a fence does nothing, a note is not waited for. Kernels as they ship are built without it. One name a line: ci/mutate reads this list
 // and fails if any site can be dropped unnoticed. Two uses that matter separately are two sites.
 #pragma once
 #include <stdint.h>
@@ -21,16 +21,30 @@ enum class Site : uint32_t {
   CLEAR_DONE,         // barrier: the block cleared its lines of the coming epoch
   CLEAR_FIRST,        // fence: cleared before any line of the running epoch is sent
   ONE_SHOT_DONE,      // barrier: every thread of the block is done
-  TWO_SHOT_FIRST,     // barrier: threads tell peers after the block scattered its first chunks
-  TWO_SHOT_MET,       // barrier_and: the block reduces after its threads saw all peers' first chunks and what they lend
+  ONE_SHOT_MOVE_DONE, // barrier: every thread of the block is done
+  BROADCAST_STARTED,  // wait: every rank that has no data has started
   TWO_SHOT_READY,     // barrier_and: the block moves chunks after its threads saw the counters
   TWO_SHOT_MOVED,     // barrier: threads tell peers after the block moved its chunks
   TWO_SHOT_SCATTER,   // publish: a chunk lies in a peer's staging
   TWO_SHOT_REDUCE,    // publish: a result lies in a peer's staging
   TWO_SHOT_SCATTERED, // consume: a peer's chunk is there
   TWO_SHOT_REDUCED,   // consume: a peer's result is there
-  TWO_SHOT_REDUCED_ALL, // barrier: threads tell peers after the block read and wrote what they lent
-  TWO_SHOT_CLOSED,    // barrier_and: the block leaves after its threads saw that all peers are done with what it lent
+  DIRECT_FIRST,       // barrier: threads tell peers after the block scattered its first chunks
+  DIRECT_MET,         // barrier_and: the block reduces after its threads saw all peers' first chunks and what they lend
+  DIRECT_READY,       // barrier_and: the block moves chunks after its threads saw the counters
+  DIRECT_MOVED,       // barrier: threads tell peers after the block moved its chunks
+  DIRECT_SCATTER,     // publish: a chunk lies in a peer's staging, or what is lent is said
+  DIRECT_REDUCE,      // publish: a result lies in a peer's staging or output
+  DIRECT_SCATTERED,   // consume: a peer's chunk is there, or what it lends is known
+  DIRECT_REDUCED,     // consume: a peer's result is there
+  DIRECT_REDUCED_ALL, // barrier: threads tell peers after the block read and wrote what they lent
+  DIRECT_CLOSED,      // barrier_and: the block leaves after its threads saw that all peers are done with what it lent
+  MOVE_READY,         // barrier_and: the block moves chunks after its threads saw the counters
+  MOVE_MOVED,         // barrier: threads tell peers after the block moved its chunks
+  MOVE_SCATTER,       // publish: a chunk lies in a peer's staging, to be given on
+  MOVE_GIVE,          // publish: a chunk lies in a peer's staging
+  MOVE_SCATTERED,     // consume: the root's chunk is there
+  MOVE_GIVEN,         // consume: a peer's chunk is there
   LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
   LEAVE_LEFT,         // publish: the launch touches memory no more
   FAULT_SEQUENCE,     // publish: a fault record is complete

@@ -3,7 +3,7 @@
 // A wait ends with the value or with the stop word. Whoever waits constructs a Wait that says for whom (operation,
 // peer, channel, step) and asks `again()` after every poll that failed; false means: stop, give up the operation.
 //
-//   Wait wait(control, state, peer, channel, step);
+//   Wait wait = Wait::for_peer(control, state, peer, channel, step);
 //   while (consume<Site::X>(flag) < wanted) if (!wait.again()) return false;
 //
 // The stop word lies in host memory, where a load costs the GPU about 1.1 us: it is read every POLLS_A_CHECK polls,

@@ -1,7 +1,7 @@
 // LL lines: eight payload bytes with their flag in the same 8-byte stores, so that data needs no second message.
 //
 // half[i] = flag << 32 | payload word i. A flag is never 0 (fresh memory) and differs from whatever an older operation
-// can have left in the line: see clear_stale.
+// can have left in the line: see clear_due.
 #pragma once
 #include "../core/element.h"
 #include "../core/wait.h"

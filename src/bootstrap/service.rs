@@ -15,6 +15,7 @@ use super::rendezvous::{already_used, Outcome};
 use super::unique_id::Root;
 use super::{Introduction, Watch};
 use crate::error::{Error, Result};
+use crate::sys::thread::{self, Thread};
 use parking_lot::Mutex;
 use rustix::event::{eventfd, EventfdFlags};
 use std::collections::VecDeque;
@@ -22,7 +23,6 @@ use std::net::SocketAddr;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// How many ids that are used up are remembered, so that a second use gets a sentence instead of silence.
@@ -76,7 +76,7 @@ pub(super) struct Join {
 struct Running {
     /// None once the thread decided to end.
     wake: Option<Arc<Descriptor>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<Thread>,
 }
 
 #[derive(Default)]
@@ -173,7 +173,7 @@ fn start(shared: &mut Shared) -> Result<Arc<Descriptor>> {
         .map_err(|errno| Error::system(format!("cannot make an eventfd: {}", describe(errno))))?;
     let wake = Arc::new(wake);
     let driver = Driver::new(wake.clone());
-    let thread = crate::sys::thread::spawn("ossicle-boot", move || serve(driver))
+    let thread = thread::spawn(c"ossicle-boot", move || serve(driver))
         .map_err(|error| Error::system(format!("cannot start the bootstrap thread: {error}")))?;
     shared.running = Some(Running {
         wake: Some(wake.clone()),
@@ -224,7 +224,7 @@ pub(super) fn reap() {
 fn join(mut running: Running) {
     if let Some(thread) = running.thread.take() {
         // The body has its own panic boundary, and what it takes from here to its end is closing descriptors.
-        let _ = thread.join();
+        thread.join();
     }
 }
 

@@ -144,7 +144,7 @@ fn resolve(host: &str, port: u16, family: Option<Family>) -> Result<SocketAddr> 
         // Nobody waits any more if the resolver was slower than the deadline.
         let _ = reply.send(found);
     };
-    crate::sys::thread::spawn("ossicle-name", look_up)
+    crate::sys::thread::spawn(c"ossicle-name", look_up)
         .map_err(|error| Error::system(format!("cannot start a thread to resolve \"{host}\": {error}")))?;
     let failed = |why: &str| Error::system(format!("NCCL_COMM_ID: cannot resolve the host name \"{host}\": {why}"));
     match answer.wait(RESOLVE_TIMEOUT) {

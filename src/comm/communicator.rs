@@ -15,13 +15,12 @@ use crate::device::Device;
 use crate::error::{Code, Error, Result};
 use crate::launch::{self, Engine};
 use crate::request::Request;
-use crate::sys::thread;
+use crate::sys::thread::{self, Thread};
 use once_cell::sync::OnceCell;
 use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +47,7 @@ pub(crate) struct Communicator {
     /// Held while work is prepared and launched, which on the host device is until the work is done.
     launching: Mutex<()>,
     /// The thread that makes the communicator; joined before its memory goes.
-    initialiser: Mutex<Option<JoinHandle<()>>>,
+    initialiser: Mutex<Option<Thread>>,
 }
 
 impl Communicator {
@@ -109,7 +108,7 @@ impl Communicator {
     /// Starts the thread that makes the communicator.
     pub(crate) fn initialise(self: &Arc<Self>, body: impl FnOnce(&Communicator) + Send + 'static) -> Result<()> {
         let communicator = Arc::clone(self);
-        let thread = thread::spawn("ossicle-init", move || body(&communicator));
+        let thread = thread::spawn(c"ossicle-init", move || body(&communicator));
         let thread = thread.map_err(|error| Error::system(format!("cannot start a thread to make {self}: {error}")))?;
         *self.initialiser.lock() = Some(thread);
         Ok(())
@@ -118,12 +117,14 @@ impl Communicator {
     /// Waits for the thread of `initialise`, whose steps have deadlines of their own.
     pub(crate) fn join_initialiser(&self) {
         // Its body catches panics, so that there is no outcome to read here.
-        self.initialiser.lock().take().map(JoinHandle::join);
+        if let Some(thread) = self.initialiser.lock().take() {
+            thread.join();
+        }
     }
 
     /// As `join_initialiser`, of a thread that was told to stop; false if it still runs after `limit`.
     pub(crate) fn join_stopped_initialiser(&self, limit: Duration) -> bool {
-        let finished = || self.initialiser.lock().as_ref().is_none_or(JoinHandle::is_finished);
+        let finished = || self.initialiser.lock().as_ref().is_none_or(Thread::is_finished);
         let stopped = Pace::until(limit, finished);
         if stopped {
             self.join_initialiser();
@@ -171,8 +172,8 @@ impl Communicator {
         match turn.engine.prepare(request)? {
             Some(work) => {
                 let batch = [(turn.engine, std::slice::from_ref(&work))];
-                launch::admit(&batch)?;
-                launch::launch(&batch).map_err(|error| self.blame(error))
+                let admitted = launch::admit(&batch)?;
+                admitted.launch().map_err(|error| self.blame(error))
             }
             None => Ok(()),
         }

@@ -18,6 +18,7 @@ pub use stream::{Event, Stream};
 use super::{Device, DeviceKind, Devices, Kernel, Launch, Mark, Memory, Placement, StreamKey, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
 use crate::sys::condvar::Condvar;
+use crate::sys::thread::{self, Thread};
 use once_cell::sync::Lazy;
 use parking_lot::{Mutex, MutexGuard};
 use scheduler::Task;
@@ -26,7 +27,6 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use stream::Moment;
 
 /// Ordinals that `ncclCommInitAll` may name on the host device.
@@ -112,7 +112,7 @@ struct Mailbox {
 
 struct Worker {
     mailbox: Arc<Mailbox>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<Thread>,
 }
 
 impl Worker {
@@ -122,7 +122,7 @@ impl Worker {
             changed: Condvar::default(),
         });
         let shared = mailbox.clone();
-        let thread = crate::sys::thread::spawn("ossicle-block", move || work(&shared))
+        let thread = thread::spawn(c"ossicle-block", move || work(&shared))
             .map_err(|error| Error::system(format!("cannot start a thread for a host block: {error}")))?;
         Ok(Worker {
             mailbox,
@@ -147,7 +147,7 @@ impl Drop for Worker {
         self.order(Order::Exit);
         if let Some(thread) = self.thread.take() {
             // The body cannot panic: it calls C code and takes locks that do not poison.
-            let _ = thread.join();
+            thread.join();
         }
     }
 }
@@ -183,6 +183,8 @@ pub struct HostDevice {
     workers: Mutex<Vec<Worker>>,
     /// Marks that are lent, by their numbers.
     marks: Mutex<HashMap<usize, Arc<Moment>>>,
+    /// Side streams that are lent, by their handles.
+    sides: Mutex<HashMap<usize, Stream>>,
 }
 
 pub fn open(ordinal: i32) -> Arc<dyn Device> {
@@ -196,6 +198,7 @@ pub fn open(ordinal: i32) -> Arc<dyn Device> {
         uuid,
         workers: Mutex::new(Vec::new()),
         marks: Mutex::default(),
+        sides: Mutex::default(),
     })
 }
 
@@ -403,6 +406,20 @@ impl Device for HostDevice {
 
     fn unmark(&self, mark: Mark) {
         self.marks.lock().remove(&mark.0);
+    }
+
+    /// Of the same scheduler, as it must be for both to be in one capture.
+    fn side_stream(&self, beside: *mut c_void) -> Result<*mut c_void> {
+        let (scheduler, _) = stream::find(beside)?;
+        let side = Stream::new(scheduler);
+        let handle = side.handle();
+        self.sides.lock().insert(handle as usize, side);
+        Ok(handle)
+    }
+
+    fn give_side_stream_back(&self, stream: *mut c_void) {
+        let side = self.sides.lock().remove(&(stream as usize));
+        drop(side);
     }
 
     fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()> {

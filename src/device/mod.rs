@@ -98,12 +98,19 @@ pub struct Export {
     pub fd: OwnedFd,
 }
 
-/// Which kernel: one of the families in `cuda/kernels.cu` for one element type and operation.
+/// Which kernel of `cuda/kernels.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Kernel {
-    pub family: KernelFamily,
-    pub datatype: DataType,
-    pub op: ReduceOp,
+pub enum Kernel {
+    /// One of a family, for one element type and operation.
+    Reduction {
+        family: KernelFamily,
+        datatype: DataType,
+        op: ReduceOp,
+    },
+    /// All-gather and broadcast of bytes as LL lines (`cuda/collective/one_shot_move.h`).
+    OneShotMove,
+    /// All-gather and broadcast of bytes through staging (`cuda/collective/two_shot_move.h`).
+    TwoShotMove,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -117,7 +124,7 @@ pub enum KernelFamily {
 }
 
 impl Kernel {
-    /// The element types and operations that kernels exist for.
+    /// The element types and operations that reductions exist for.
     pub const DATATYPES: [DataType; 6] = [
         DataType::Float32,
         DataType::Bfloat16,
@@ -128,33 +135,52 @@ impl Kernel {
     ];
     pub const OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Avg];
     pub const FAMILIES: [KernelFamily; 3] = [KernelFamily::Program, KernelFamily::OneShot, KernelFamily::TwoShot];
-    pub const COUNT: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
+    pub const MOVES: [Kernel; 2] = [Kernel::OneShotMove, Kernel::TwoShotMove];
+    const REDUCTIONS: usize = Self::FAMILIES.len() * Self::DATATYPES.len() * Self::OPS.len();
+    pub const COUNT: usize = Self::REDUCTIONS + Self::MOVES.len();
 
     /// Every kernel there is, in the order of `index`.
     pub fn all() -> impl Iterator<Item = Kernel> {
-        Self::FAMILIES.into_iter().flat_map(|family| {
-            Self::DATATYPES
+        let of_type = |family, datatype| {
+            Self::OPS
                 .into_iter()
-                .flat_map(move |datatype| Self::OPS.into_iter().map(move |op| Kernel { family, datatype, op }))
-        })
+                .map(move |op| Kernel::Reduction { family, datatype, op })
+        };
+        Self::FAMILIES
+            .into_iter()
+            .flat_map(move |family| {
+                Self::DATATYPES
+                    .into_iter()
+                    .flat_map(move |datatype| of_type(family, datatype))
+            })
+            .chain(Self::MOVES)
     }
 
     /// Position in `all()`; None where no such kernel exists.
     pub fn index(self) -> Option<usize> {
-        let datatype = Self::DATATYPES.iter().position(|known| *known == self.datatype)?;
-        let op = Self::OPS.iter().position(|known| *known == self.op)?;
-        let family = Self::FAMILIES.iter().position(|known| *known == self.family)?;
+        let Kernel::Reduction { family, datatype, op } = self else {
+            let place = Self::MOVES.iter().position(|known| *known == self)?;
+            return Some(Self::REDUCTIONS + place);
+        };
+        let datatype = Self::DATATYPES.iter().position(|known| *known == datatype)?;
+        let op = Self::OPS.iter().position(|known| *known == op)?;
+        let family = Self::FAMILIES.iter().position(|known| *known == family)?;
         Some((family * Self::DATATYPES.len() + datatype) * Self::OPS.len() + op)
     }
 
     /// The symbol in the fatbin, e.g. `ossicle_program_float_sum`.
     pub fn symbol(self) -> String {
-        let family = match self.family {
+        let (family, datatype, op) = match self {
+            Kernel::Reduction { family, datatype, op } => (family, datatype, op),
+            Kernel::OneShotMove => return String::from("ossicle_one_shot_move"),
+            Kernel::TwoShotMove => return String::from("ossicle_two_shot_move"),
+        };
+        let family = match family {
             KernelFamily::Program => "program",
             KernelFamily::OneShot => "one_shot",
             KernelFamily::TwoShot => "two_shot",
         };
-        format!("ossicle_{family}_{}_{}", self.datatype.name(), self.op.name())
+        format!("ossicle_{family}_{}_{}", datatype.name(), op.name())
     }
 }
 
@@ -227,11 +253,11 @@ pub trait Device: Any + Send + Sync {
     fn uuid(&self) -> [u8; 16];
     /// For messages: bus id and name of the GPU, or "host device N".
     fn describe(&self) -> String;
-    /// UUIDs of the devices whose memory this one's kernels can address, besides its own.
-    fn peers(&self) -> Vec<[u8; 16]> {
+    /// UUIDs of the devices of this process whose memory this one's kernels cannot address.
+    fn out_of_reach(&self) -> Vec<[u8; 16]> {
         Vec::new()
     }
-    /// Lets this device's kernels address the memory of a device that `peers` named.
+    /// Lets this device's kernels address the memory of another device of this process.
     fn open_peer(&self, _uuid: [u8; 16]) -> Result<()> {
         Ok(())
     }
@@ -271,13 +297,19 @@ pub trait Device: Any + Send + Sync {
     /// Makes `next` wait for all work that is now in `last`. Both were accepted by `check_stream`, and both are in one
     /// capture or in none: a wait for captured work would draw the stream that waits into the capture.
     fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()>;
-    /// Puts a mark behind all work that is now in `stream`, which is in no capture: `mark` anew, or else a fresh one.
+    /// Puts a mark behind all work that is now in `stream`: `mark` anew, or else a fresh one. Of captured work only
+    /// streams of the same capture may wait, and nobody asks whether it is done.
     fn mark(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark>;
     /// Whether the work before the mark is done.
     fn reached(&self, mark: Mark) -> Result<bool>;
     /// Makes `next` wait for the mark. The marked stream need not exist any more.
     fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()>;
     fn unmark(&self, mark: Mark);
+    /// A stream of the library's own, in no capture and empty, whose work runs beside that in `beside` and in every
+    /// other stream. It is given back with `give_side_stream_back`.
+    fn side_stream(&self, beside: *mut c_void) -> Result<*mut c_void>;
+    /// Waits for nothing: also not for the end of a capture that the stream may still be in.
+    fn give_side_stream_back(&self, stream: *mut c_void);
     /// Keeps `kept` for as long as the graph that `stream` is captured into, or anything made of it, can run.
     fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()>;
     /// The device still answers: an error that a kernel or the driver left makes every later call fail.
@@ -339,6 +371,16 @@ pub fn free_user(pointer: *mut c_void) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_kernel_has_its_own_place_and_symbol() {
+        let symbols: HashSet<String> = Kernel::all().map(Kernel::symbol).collect();
+        assert_eq!(symbols.len(), Kernel::COUNT);
+        for (place, kernel) in Kernel::all().enumerate() {
+            assert_eq!(kernel.index(), Some(place), "{kernel:?}");
+        }
+    }
 
     #[test]
     fn streams_conflict_with_themselves_and_blocking_ones_with_the_legacy_stream() {

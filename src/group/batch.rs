@@ -40,8 +40,8 @@ pub(super) fn launch(requests: &[(RawComm, Request)]) -> Result<()> {
         .iter()
         .map(|comm| (turns[comm].engine, &works[comm][..]))
         .collect();
-    launch::admit(&batch)?;
-    launch::launch(&batch).map_err(|error| blame(members.values(), error))
+    let admitted = launch::admit(&batch)?;
+    admitted.launch().map_err(|error| blame(members.values(), error))
 }
 
 /// Tells every communicator of a failed batch; the first that knows a cause gives the error of the group.

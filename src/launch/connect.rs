@@ -5,7 +5,7 @@ use super::clique::Clique;
 use super::layout::{Control, State};
 use super::lending::Lending;
 use super::settings::{self, Settings};
-use super::templates::{Own, Programs};
+use super::templates::Own;
 use super::{running, Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
 use crate::device::{Device, DeviceKind, Placement};
@@ -36,6 +36,8 @@ struct RankInfo {
     settings: Settings,
     /// Random; rank 0's names the communicator.
     token: u64,
+    /// It may lend its buffers.
+    zero_copy: bool,
 }
 
 /// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
@@ -51,7 +53,6 @@ pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) 
 fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Result<RankInfo> {
     settings::check_choices()?;
     settings::wait_bound()?;
-    settings::zero_copy()?;
     let (p2p, shm) = settings::paths();
     let host = HostIdentity::of_this_process()?;
     let mut token = [0; 8];
@@ -67,6 +68,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
         token: u64::from_ne_bytes(token),
+        zero_copy: settings::zero_copy()?,
     })
 }
 
@@ -185,8 +187,9 @@ impl Engine {
             links.path.name(),
             links.reason
         );
+        let zero_copy = ranks.iter().all(|info| info.zero_copy);
         let devices: Vec<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
-        let lending = Lending::new(device.as_ref(), links.path, &devices, settings::zero_copy()?);
+        let lending = Lending::new(device.as_ref(), links.path, &devices, zero_copy);
         let places = ranks.into_iter().map(|info| info.place).collect();
         let mut engine = assemble(
             device,
@@ -203,8 +206,8 @@ impl Engine {
     }
 }
 
-#[allow(clippy::too_many_arguments)]
 /// The engine of `rank` over opened inboxes, one a rank.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn assemble(
     device: Arc<dyn Device>,
     rank: u32,
@@ -233,17 +236,17 @@ pub(super) fn assemble(
         state: state_address,
         control: control_address,
         started: inboxes[rank as usize].started(),
+        zero_copy: lending.is_on(),
     };
     let program = Box::new(own.program_work(&profile, programs, &inboxes));
     let one_shot = (profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
-    let two_shot = (profile.ranks > 1).then(|| Box::new(own.two_shot_work(&profile, &inboxes, lending.borrows)));
+    let two_shot = Box::new(own.two_shot_work(&profile, &inboxes));
     let engine = Engine {
         rank,
         places,
         device,
         check_pointers: switch("NCCL_CHECK_POINTERS", false),
         fail_when_late,
-        programs: Programs::of(profile.ranks, rank),
         profile,
         program,
         one_shot,

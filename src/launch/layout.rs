@@ -7,6 +7,8 @@ pub const MAX_RANKS: usize = 16;
 pub const MAX_CHANNELS: usize = 128;
 pub const MAX_LINKS: usize = 16;
 pub const MAX_STEPS: usize = 32;
+/// The root of what has none.
+pub const NO_ROOT: u32 = u32::MAX;
 /// Flags of different channels lie this many words apart.
 pub const FLAG_STRIDE: usize = 16;
 pub const LINE_BYTES: usize = 16;
@@ -71,6 +73,10 @@ pub struct Step {
     pub chunk: u8,
 }
 
+/// Bits of `TwoShotWork::lends`.
+pub const LENDS_INPUT: u32 = 1;
+pub const LENDS_OUTPUT: u32 = 2;
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ProgramWork {
@@ -86,8 +92,7 @@ pub struct ProgramWork {
     pub ranks: u32,
     pub chunks: u32,
     pub steps: u32,
-    pub pad: u32,
-    pub output_stride: u64,
+    pub zero_copy: u32,
     pub send: [Link; MAX_LINKS],
     pub recv: [Link; MAX_LINKS],
     pub step: [Step; MAX_STEPS],
@@ -105,6 +110,8 @@ pub struct OneShotWork {
     pub rank: u32,
     pub ranks: u32,
     pub lines: u32,
+    pub root: u32,
+    pub zero_copy: u32,
     pub pad: u32,
     pub area: [*mut u8; MAX_RANKS],
 }
@@ -122,11 +129,11 @@ pub struct TwoShotWork {
     pub rank: u32,
     pub ranks: u32,
     pub most_blocks: u32,
-    pub may_lend: u32,
+    pub root: u32,
+    pub zero_copy: u32,
+    pub lends: u32,
     pub slots: [*mut u8; MAX_RANKS],
     pub counters: [*mut u64; MAX_RANKS],
-    pub lent_input: [*const u8; MAX_RANKS],
-    pub lent_output: [*mut u8; MAX_RANKS],
 }
 
 // SAFETY: addresses for kernels, plain data to the CPU.
@@ -149,9 +156,9 @@ const _: () = {
     );
     assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
-    assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
-    assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
-    assert!(size_of::<TwoShotWork>() == 72 + 4 * MAX_RANKS * 8);
+    assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
+    assert!(size_of::<OneShotWork>() == 72 + MAX_RANKS * 8);
+    assert!(size_of::<TwoShotWork>() == 80 + 2 * MAX_RANKS * 8);
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.

@@ -1,16 +1,18 @@
 //! Zero copy: which of its buffers a rank lends its peers, and how an abort takes them back.
 //!
 //! Ranks of one process address each other's memory. Where every peer's device reaches a buffer, its rank lends it: the
-//! peers' kernels read the input and write the output themselves (`cuda/collective/two_shot.h`). Each rank decides for
-//! its own buffers, and its kernel tells the peers' kernels.
+//! peers' kernels read the input and write the output themselves (`cuda/collective/two_shot_direct.h`). Where it is on,
+//! for all ranks of a communicator alike, each decides for its own buffers, and its kernel tells the peers' kernels.
 //!
 //! A user may free the buffers of a rank that was aborted, while peers' kernels would still use them. So an abort in
 //! mid-operation raises the stop word of every peer too, and waits until none of their kernels can touch what was lent:
 //!   - one that starts later reads its stop word before it touches anything lent;
 //!   - one that runs gives up at its next wait. On a GPU it parks then, so that its stream does not run past the
 //!     unfinished operation before that rank is aborted itself; on the host device the call returns the error.
+//!
 //! Replays of graphs are not seen here: to wait for them before an abort is the caller's duty, on all ranks.
 
+use super::layout::{LENDS_INPUT, LENDS_OUTPUT};
 use super::running::Running;
 use super::{Engine, Stop};
 use crate::device::{Device, Devices};
@@ -27,8 +29,6 @@ const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(10);
 /// What a rank may lend.
 #[derive(Clone, Copy)]
 pub(super) struct Lending {
-    /// Peers may lend to this rank, whatever it lends itself.
-    pub(super) borrows: bool,
     /// The devices of all ranks.
     devices: Devices,
     /// Why nothing is lent.
@@ -51,16 +51,20 @@ impl Lending {
         let one_process = path == Path::P2p && devices.len() > 1;
         let refusal = match (one_process, enabled) {
             (false, _) => Some("the ranks are not all in one process, or there is no P2P"),
-            (true, false) => Some("OSSICLE_ZERO_COPY is 0"),
+            (true, false) => Some("OSSICLE_ZERO_COPY is not 1 on all ranks"),
             (true, true) => None,
         };
         Lending {
-            borrows: one_process,
             devices: device.devices(devices),
             refusal,
             input: true,
             output: true,
         }
+    }
+
+    /// The same on all ranks. Where it is off nothing of this room has a part in an operation or an abort.
+    pub(super) fn is_on(&self) -> bool {
+        self.refusal.is_none()
     }
 
     /// For buffers that kernels of these devices reach.
@@ -80,6 +84,13 @@ impl Lending {
     }
 }
 
+impl Lent {
+    pub(super) fn bits(self) -> u32 {
+        let bit = |lent, bit| if lent { bit } else { 0 };
+        bit(self.input, LENDS_INPUT) | bit(self.output, LENDS_OUTPUT)
+    }
+}
+
 impl fmt::Display for Lent {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let way = |lent| if lent { "direct" } else { "staged" };
@@ -91,11 +102,14 @@ impl fmt::Display for Lent {
 impl Engine {
     /// For an abort. If an operation was under way, peers may be using what this rank lent them.
     pub(super) fn stop_and_take_back(&self) {
+        if !self.lending.is_on() {
+            return self.raise(Stop::Abort);
+        }
         let launched = self.launched.load(Ordering::SeqCst);
         let was_idle = matches!(self.idle(), Ok(true));
         self.raise(Stop::Abort);
         let complete = was_idle && self.launched.load(Ordering::SeqCst) == launched && matches!(self.idle(), Ok(true));
-        if complete || self.lending.refusal.is_some() {
+        if complete {
             return;
         }
         self.took_back.store(true, Ordering::SeqCst);

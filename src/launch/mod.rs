@@ -7,6 +7,7 @@
 mod budget;
 mod clique;
 mod connect;
+mod fork;
 pub mod layout;
 mod lending;
 mod order;
@@ -27,15 +28,14 @@ use crate::plan::{self, Algorithm, Call, Choice, Profile};
 use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
-use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, MAX_RANKS};
+use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, NO_ROOT};
 use lending::{Lending, Lent};
-use order::StreamOrder;
+use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use templates::{Programs, Steps};
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,9 +57,8 @@ pub struct Engine {
     check_pointers: bool,
     fail_when_late: bool,
     program: Box<ProgramWork>,
-    programs: Programs,
     one_shot: Option<Box<OneShotWork>>,
-    two_shot: Option<Box<TwoShotWork>>,
+    two_shot: Box<TwoShotWork>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
     lending: Lending,
@@ -105,6 +104,14 @@ impl Work {
         self.stream_key.stream == CALLERS_THREAD_KEY
     }
 
+    /// Where it goes if it goes where its caller says.
+    fn target(&self) -> Target {
+        Target {
+            stream: self.stream,
+            key: self.stream_key,
+        }
+    }
+
     fn arguments(&self) -> &[u8] {
         let (address, bytes) = match &self.arguments {
             Arguments::Program(work) => (std::ptr::from_ref(work).cast::<u8>(), size_of::<ProgramWork>()),
@@ -148,7 +155,7 @@ impl Engine {
         let lent = self.lending.of(reached.0, reached.1);
         let (kernel, choice, arguments) = match request.collective {
             Collective::AllReduce => self.all_reduce(request, &call, lent)?,
-            Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, &call),
+            Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, call.bytes())?,
         };
         self.tell(request, &choice, lent);
         Ok(Some(Work {
@@ -161,7 +168,7 @@ impl Engine {
     }
 
     fn all_reduce(&self, request: &Request, call: &Call, lent: Lent) -> Result<(Kernel, Choice, Arguments)> {
-        let kernel = |family| Kernel {
+        let kernel = |family| Kernel::Reduction {
             family,
             datatype: call.datatype,
             op: call.op,
@@ -176,20 +183,8 @@ impl Engine {
         }
         let choice = plan::choose(&self.profile, call)?;
         let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
-        Ok(match (choice.algorithm, &self.one_shot, &self.two_shot) {
-            (Algorithm::TwoShot, _, Some(template)) => {
-                let work = TwoShotWork {
-                    input,
-                    output,
-                    count,
-                    // One process has one address for all.
-                    lent_input: [if lent.input { input } else { std::ptr::null() }; MAX_RANKS],
-                    lent_output: [if lent.output { output } else { std::ptr::null_mut() }; MAX_RANKS],
-                    ..**template
-                };
-                (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
-            }
-            (Algorithm::OneShot, Some(template), _) => {
+        Ok(match (choice.algorithm, &self.one_shot) {
+            (Algorithm::OneShot, Some(template)) => {
                 let work = OneShotWork {
                     input,
                     output,
@@ -198,17 +193,22 @@ impl Engine {
                 };
                 (kernel(KernelFamily::OneShot), choice, Arguments::OneShot(work))
             }
+            (Algorithm::TwoShot, _) => {
+                let work = TwoShotWork {
+                    input,
+                    output,
+                    count,
+                    lends: lent.bits(),
+                    ..*self.two_shot
+                };
+                (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
+            }
             _ => {
-                let Steps { chunks, steps, step } = self.programs.all_reduce;
-                let channels = choice.blocks;
                 let work = ProgramWork {
                     input,
                     output,
                     count,
-                    channels,
-                    chunks,
-                    steps,
-                    step,
+                    channels: choice.blocks,
                     ..*self.program
                 };
                 (kernel(KernelFamily::Program), choice, Arguments::Program(work))
@@ -216,41 +216,37 @@ impl Engine {
         })
     }
 
-    /// A collective that moves bytes, whatever their type: in words of four where this rank's buffers allow it. The
-    /// data is cut at the same bytes either way, so ranks need not agree.
-    fn move_data(&self, request: &Request, call: &Call) -> (Kernel, Choice, Arguments) {
-        let (input, output): (*const u8, *mut u8) = (request.send.cast(), request.recv.cast());
-        let bytes = call.bytes();
-        let words = (input as u64 | output as u64 | bytes).is_multiple_of(4);
-        let (datatype, count) = if words {
-            (DataType::Int32, bytes / 4)
-        } else {
-            (DataType::Uint8, bytes)
+    /// A collective that moves bytes, whatever their type. How wide a rank's loads are follows from its own buffers; the
+    /// data is cut at the same bytes on all ranks.
+    fn move_data(&self, request: &Request, count: u64) -> Result<(Kernel, Choice, Arguments)> {
+        let choice = plan::choose_move(&self.profile, request.collective, count)?;
+        let (input, output) = (request.send.cast(), request.recv.cast());
+        let root = match request.collective {
+            Collective::Broadcast { root } => root as u32,
+            _ => NO_ROOT,
         };
-        let choice = plan::choose_move(&self.profile, bytes);
-        let channels = choice.blocks;
-        let (program, output_stride) = match request.collective {
-            Collective::Broadcast { root } => (&self.programs.broadcast[root as usize], 0),
-            _ => (&self.programs.all_gather, count),
-        };
-        let Steps { chunks, steps, step } = *program;
-        let work = ProgramWork {
-            input,
-            output,
-            count,
-            channels,
-            chunks,
-            steps,
-            step,
-            output_stride,
-            ..*self.program
-        };
-        let kernel = Kernel {
-            family: KernelFamily::Program,
-            datatype,
-            op: ReduceOp::Sum,
-        };
-        (kernel, choice, Arguments::Program(work))
+        Ok(match (choice.algorithm, &self.one_shot) {
+            (Algorithm::OneShot, Some(template)) => {
+                let work = OneShotWork {
+                    input,
+                    output,
+                    count,
+                    root,
+                    ..**template
+                };
+                (Kernel::OneShotMove, choice, Arguments::OneShot(work))
+            }
+            _ => {
+                let work = TwoShotWork {
+                    input,
+                    output,
+                    count,
+                    root,
+                    ..*self.two_shot
+                };
+                (Kernel::TwoShotMove, choice, Arguments::TwoShot(work))
+            }
+        })
     }
 
     fn tell(&self, request: &Request, choice: &Choice, lent: Lent) {
@@ -268,7 +264,8 @@ impl Engine {
             choice.threads,
             choice.reason
         );
-        if choice.algorithm == Algorithm::TwoShot {
+        let sums = request.collective == Collective::AllReduce;
+        if sums && choice.algorithm == Algorithm::TwoShot && self.lending.is_on() {
             info!(Coll, "rank {}: {lent}", self.rank);
         }
     }
@@ -381,18 +378,15 @@ impl Engine {
         Ok(())
     }
 
-    fn enter_clique(&self, works: &[Work]) -> Result<()> {
-        let launched = self.launched.load(Ordering::Relaxed);
-        let eager = works.iter().filter(|work| work.stream_key.capture.is_none());
-        eager.zip(launched..).try_for_each(|(work, number)| {
-            self.clique
-                .enter(self.rank, self.device.as_ref(), work.stream_key.stream, number)
-        })
-    }
-
-    /// Takes back what was entered and not launched.
-    fn leave_clique(&self) {
-        self.clique.leave(self.rank, self.launched.load(Ordering::Relaxed));
+    fn launch_of<'a>(&'a self, work: &'a Work, stream: *mut c_void) -> Launch<'a> {
+        Launch {
+            device: &self.device,
+            kernel: work.kernel,
+            blocks: work.choice.blocks,
+            threads: work.choice.threads,
+            arguments: work.arguments(),
+            stream,
+        }
     }
 
     /// After a launch on the caller's thread: whether the operation was stopped.
@@ -424,87 +418,63 @@ impl Drop for Engine {
         }
         running::leave(self, done.is_ok());
         self.give_mark_back();
+        if done.is_ok() {
+            self.give_sides_back();
+        }
     }
 }
 
 /// One rank's part of a batch: its engine and its works in order.
 pub type Part<'a> = (&'a Engine, &'a [Work]);
 
-/// Checks a batch against what the ranks of this process have launched. After a refusal nothing has changed.
-pub fn admit(batch: &[Part]) -> Result<()> {
+/// A batch that was checked, with all that its launch needs.
+pub struct Admitted<'a> {
+    batch: &'a [Part<'a>],
+    sides: fork::Sides,
+}
+
+/// Checks a batch against what the ranks of this process have launched. The parts belong to different communicators or
+/// ranks. After a refusal nothing has changed.
+pub fn admit<'a>(batch: &'a [Part<'a>]) -> Result<Admitted<'a>> {
     order::check_streams(batch)?;
     order::check_captures(batch)?;
     batch.iter().try_for_each(|(engine, works)| engine.check_order(works))?;
-    for (index, (engine, works)) in batch.iter().enumerate() {
-        if let Err(error) = engine.enter_clique(works) {
-            batch[..=index].iter().for_each(|(engine, _)| engine.leave_clique());
-            return Err(error);
-        }
-    }
-    Ok(())
+    let sides = fork::sides(batch)?;
+    clique::enter(batch)?;
+    Ok(Admitted { batch, sides })
 }
 
-/// Launches an admitted batch; the parts belong to different communicators or ranks. What goes to streams that are
-/// queues is put there, and the call returns. On the host device's default stream the call returns when all are done,
-/// with an error if a rank was stopped before its operation was complete.
-pub fn launch(batch: &[Part]) -> Result<()> {
-    match batch {
-        // A rank with a thread of its own.
-        [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
-            run_here(batch, || device::host::launch_alone(&launch_of(engine, work)))?
-        }
-        _ => {
-            enqueue(batch)?;
-            let here = batch.iter().filter(|part| on_callers_thread(part));
-            let sequences: Vec<Vec<Launch>> = here.map(|(engine, works)| launches_of(engine, works)).collect();
-            if sequences.is_empty() {
-                return Ok(());
+impl Admitted<'_> {
+    /// What goes to streams that are queues is put there, and the call returns. On the host device's default stream the
+    /// call returns when all are done, with an error if a rank was stopped before its operation was complete.
+    pub fn launch(self) -> Result<()> {
+        match self.batch {
+            // A rank with a thread of its own.
+            [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => run_here(self.batch, || {
+                device::host::launch_alone(&engine.launch_of(work, work.stream))
+            })?,
+            batch => {
+                fork::enqueue(batch, &self.sides)?;
+                let here = batch.iter().filter(|part| on_callers_thread(part));
+                let sequences: Vec<Vec<Launch>> = here.map(launches_of).collect();
+                if sequences.is_empty() {
+                    return Ok(());
+                }
+                run_here(batch, || device::host::launch(&sequences))?
             }
-            run_here(batch, || device::host::launch(&sequences))?
         }
+        let mut here = self.batch.iter().filter(|part| on_callers_thread(part));
+        here.try_for_each(|(engine, _)| engine.outcome())
     }
-    let mut here = batch.iter().filter(|part| on_callers_thread(part));
-    here.try_for_each(|(engine, _)| engine.outcome())
 }
 
 /// Runs what a batch has for the caller's thread, and counts it.
 fn run_here(batch: &[Part], run: impl FnOnce() -> Result<()>) -> Result<()> {
     let here = || batch.iter().filter(|part| on_callers_thread(part));
-    here().for_each(|(engine, _)| engine.note_here(true, 0));
+    here().for_each(|(engine, _)| engine.begin_here());
     let ran = run();
-    here().for_each(|(engine, works)| engine.note_here(false, if ran.is_ok() { works.len() as u64 } else { 0 }));
+    here().for_each(|(engine, works)| engine.end_here(if ran.is_ok() { works.len() as u64 } else { 0 }));
     ran
-}
-
-/// The ranks of one communicator are launched side by side, operation by operation, since their kernels wait for each
-/// other.
-fn enqueue(batch: &[Part]) -> Result<()> {
-    for (index, (first, _)) in batch.iter().enumerate() {
-        let of_first = |part: &&Part| Arc::ptr_eq(&part.0.clique, &first.clique) && !on_callers_thread(part);
-        if batch[..index]
-            .iter()
-            .any(|(other, _)| Arc::ptr_eq(&other.clique, &first.clique))
-        {
-            continue;
-        }
-        let most = batch
-            .iter()
-            .filter(of_first)
-            .map(|(_, works)| works.len())
-            .max()
-            .unwrap_or(0);
-        for round in 0..most {
-            for (engine, works) in batch.iter().filter(of_first) {
-                if let Some(work) = works.get(round) {
-                    engine.before_launch(work)?;
-                    let enqueued = engine.device.enqueue(&launch_of(engine, work));
-                    enqueued.inspect_err(|_| engine.launch_failed())?;
-                    engine.after_launch(work)?;
-                }
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Works of one part are all on the caller's thread or all in streams that are queues (`order::check_streams`).
@@ -512,17 +482,6 @@ fn on_callers_thread((_, works): &Part) -> bool {
     works.first().is_some_and(Work::on_callers_thread)
 }
 
-fn launches_of<'a>(engine: &'a Engine, works: &'a [Work]) -> Vec<Launch<'a>> {
-    works.iter().map(|work| launch_of(engine, work)).collect()
-}
-
-fn launch_of<'a>(engine: &'a Engine, work: &'a Work) -> Launch<'a> {
-    Launch {
-        device: &engine.device,
-        kernel: work.kernel,
-        blocks: work.choice.blocks,
-        threads: work.choice.threads,
-        arguments: work.arguments(),
-        stream: work.stream,
-    }
+fn launches_of<'a>((engine, works): &Part<'a>) -> Vec<Launch<'a>> {
+    works.iter().map(|work| engine.launch_of(work, work.stream)).collect()
 }

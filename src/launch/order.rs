@@ -18,7 +18,14 @@ use std::sync::Arc;
 
 /// A communicator may be captured into so many graphs at once. The end of a capture is not seen; one that is forgotten
 /// while it goes on is taken for a new one, and its next launch has no edge from the one before.
-const CAPTURES_AT_ONCE: usize = 16;
+pub(super) const CAPTURES_AT_ONCE: usize = 16;
+
+/// A stream that a launch goes to: its handle, and what the device tells of it.
+#[derive(Clone, Copy)]
+pub(super) struct Target {
+    pub(super) stream: *mut c_void,
+    pub(super) key: StreamKey,
+}
 
 #[derive(Default)]
 pub(super) struct StreamOrder {
@@ -27,10 +34,20 @@ pub(super) struct StreamOrder {
     /// Behind the last eager launch, if that came after the first captured one.
     mark: Option<Mark>,
     captured: bool,
-    /// An eager launch has begun and is not counted yet.
+    /// With zero copy: an eager launch has begun and is not counted yet.
     launching: bool,
     /// The latest captures, oldest first.
     captures: VecDeque<CaptureTail>,
+    sides: SideStreams,
+}
+
+/// The library's own streams for launches beside a caller's stream (`fork`). One that a capture has drawn in stays in it
+/// to its end, so that eager launches have one to themselves, and captures that are open at once one each.
+#[derive(Default)]
+struct SideStreams {
+    /// Its handle and key.
+    eager: Option<(usize, u64)>,
+    captured: Vec<usize>,
 }
 
 impl StreamOrder {
@@ -99,30 +116,31 @@ impl Engine {
 
     /// Orders a launch behind this rank's work in another stream, and says which stream comes last. Where that work
     /// has left, the other stream is not asked: its owner may have destroyed it.
-    pub(super) fn before_launch(&self, work: &Work) -> Result<()> {
+    pub(super) fn before_launch(&self, target: Target) -> Result<()> {
         let mut order = self.order.lock();
-        let (key, handle) = (work.stream_key.stream, work.stream as usize);
-        let Some(capture) = work.stream_key.capture else {
+        let (key, handle) = (target.key.stream, target.stream as usize);
+        let Some(capture) = target.key.capture else {
             if let Some((_, last)) = order.eager.filter(|(stream, _)| *stream != key) {
                 match order.mark {
                     _ if self.is_idle(&order)? => {}
-                    Some(mark) => self.device.wait_for_mark(mark, work.stream)?,
-                    None => self.device.order_streams(last as *mut c_void, work.stream)?,
+                    Some(mark) => self.device.wait_for_mark(mark, target.stream)?,
+                    None => self.device.order_streams(last as *mut c_void, target.stream)?,
                 }
             }
             order.eager = Some((key, handle));
-            order.launching = true;
+            order.launching = self.lending.is_on();
             return Ok(());
         };
         match order.captures.iter_mut().find(|tail| tail.capture == capture) {
             Some(tail) => {
                 if tail.stream != key {
-                    self.device.order_streams(tail.handle as *mut c_void, work.stream)?;
+                    self.device.order_streams(tail.handle as *mut c_void, target.stream)?;
                 }
                 (tail.stream, tail.handle) = (key, handle);
             }
             None => {
-                self.device.keep_for_graph(work.stream, Arc::clone(&self.memory) as _)?;
+                self.device
+                    .keep_for_graph(target.stream, Arc::clone(&self.memory) as _)?;
                 order.captured = true;
                 if order.captures.len() == CAPTURES_AT_ONCE {
                     order.captures.pop_front();
@@ -137,29 +155,37 @@ impl Engine {
         Ok(())
     }
 
-    pub(super) fn after_launch(&self, work: &Work) -> Result<()> {
-        if work.stream_key.capture.is_some() {
+    pub(super) fn after_launch(&self, target: Target) -> Result<()> {
+        if target.key.capture.is_some() {
             return Ok(());
         }
         let mut order = self.order.lock();
         self.launched.fetch_add(1, Ordering::SeqCst);
         order.launching = false;
         if order.captured {
-            order.mark = Some(self.device.mark(order.mark, work.stream)?);
+            order.mark = Some(self.device.mark(order.mark, target.stream)?);
         }
         Ok(())
     }
 
-    /// Of a launch on the caller's thread, which nothing orders: it is under way, or `launched` operations are done.
-    pub(super) fn note_here(&self, launching: bool, launched: u64) {
-        let mut order = self.order.lock();
-        order.launching = launching;
-        self.launched.fetch_add(launched, Ordering::SeqCst);
+    /// Before a launch on the caller's thread, which nothing orders.
+    pub(super) fn begin_here(&self) {
+        if self.lending.is_on() {
+            self.order.lock().launching = true;
+        }
     }
 
-    /// The launch that `before_launch` let pass was refused.
+    /// After it: so many operations are done.
+    pub(super) fn end_here(&self, done: u64) {
+        self.launched.fetch_add(done, Ordering::SeqCst);
+        self.launch_failed();
+    }
+
+    /// The launch that `before_launch` let pass did not come about, or is counted.
     pub(super) fn launch_failed(&self) {
-        self.order.lock().launching = false;
+        if self.lending.is_on() {
+            self.order.lock().launching = false;
+        }
     }
 
     /// At the end of the engine.
@@ -167,6 +193,59 @@ impl Engine {
         if let Some(mark) = self.order.lock().mark.take() {
             self.device.unmark(mark);
         }
+    }
+
+    /// A stream of this rank's own for a launch that must not queue up in the caller's.
+    pub(super) fn side(&self, beside: &Work) -> Result<Target> {
+        let mut order = self.order.lock();
+        let sides = &mut order.sides;
+        let handle = |stream: usize| stream as *mut c_void;
+        let Some(capture) = beside.stream_key.capture else {
+            let (stream, key) = match sides.eager {
+                Some(side) => side,
+                None => {
+                    let stream = self.device.side_stream(beside.stream)?;
+                    let key = self.device.check_stream(stream).inspect_err(|_| {
+                        self.device.give_side_stream_back(stream);
+                    })?;
+                    *sides.eager.insert((stream as usize, key.stream))
+                }
+            };
+            let capture = None;
+            return Ok(Target {
+                stream: handle(stream),
+                key: StreamKey { stream: key, capture },
+            });
+        };
+        // Of a broken capture the device tells an error.
+        let fits = |stream: &usize| {
+            let key = self.device.check_stream(handle(*stream));
+            key.is_ok_and(|key| key.capture.is_none_or(|other| other == capture))
+        };
+        let found = sides.captured.iter().copied().find(fits);
+        let stream = match found {
+            Some(stream) => stream,
+            None => {
+                let stream = self.device.side_stream(beside.stream)? as usize;
+                sides.captured.push(stream);
+                stream
+            }
+        };
+        Ok(Target {
+            stream: handle(stream),
+            // As of every stream under capture, once it is in it.
+            key: StreamKey {
+                stream: (stream as u64) << 1,
+                capture: Some(capture),
+            },
+        })
+    }
+
+    /// At the end of the engine, when no kernel of it is in a stream any more.
+    pub(super) fn give_sides_back(&self) {
+        let SideStreams { eager, captured } = std::mem::take(&mut self.order.lock().sides);
+        let streams = eager.map(|(stream, _)| stream).into_iter().chain(captured);
+        streams.for_each(|stream| self.device.give_side_stream_back(stream as *mut c_void));
     }
 }
 
@@ -190,8 +269,7 @@ pub(super) fn check_streams(batch: &[Part]) -> Result<()> {
     Ok(())
 }
 
-/// What one group may capture: all works of a rank into one graph or none, and all ranks of a communicator or none. Two
-/// ranks of one communicator in one stream are refused as when eager.
+/// What one group may capture: all works of a rank into one graph or none, and all ranks of a communicator or none.
 pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
     for (index, (engine, works)) in batch.iter().enumerate() {
         let Some(first) = works.first() else { continue };
@@ -214,322 +292,10 @@ pub(super) fn check_captures(batch: &[Part]) -> Result<()> {
                     other.rank, engine.rank
                 )));
             }
-            let same = |work: &Work| theirs.iter().any(|their| their.stream_key == work.stream_key);
-            let one_device =
-                super::clique::streams_of(engine.device.as_ref()) == super::clique::streams_of(other.device.as_ref());
-            if capture.is_some() && one_device && works.iter().any(same) {
-                return Err(super::clique::one_stream(other.rank, engine.rank));
-            }
         }
     }
     Ok(())
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::device::{host, Device, DeviceKind, Devices, Launch, Memory, Placement};
-    use crate::error::Code;
-    use crate::launch::{admit, running, tests, Algorithm, KernelMemory, Stop};
-    use crate::request::{Collective, DataType, ReduceOp, Request};
-    use crate::transport::Path;
-    use parking_lot::Mutex;
-    use std::any::Any;
-    use std::collections::HashMap;
-    use std::sync::atomic::AtomicBool;
-    use std::sync::Weak;
-
-    /// A GPU that writes down what it is asked; its memory is the host's, and no kernel runs.
-    #[derive(Default)]
-    struct Recorder {
-        calls: Mutex<Vec<String>>,
-        captures: Mutex<HashMap<usize, u64>>,
-        running: AtomicBool,
-        kept: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
-    }
-
-    impl Recorder {
-        fn note(&self, call: String) {
-            self.calls.lock().push(call);
-        }
-
-        fn take(&self) -> String {
-            std::mem::take(&mut *self.calls.lock()).join(", ")
-        }
-
-        fn capture(&self, stream: usize, capture: u64) {
-            self.captures.lock().insert(stream, capture);
-        }
-    }
-
-    impl Device for Recorder {
-        fn kind(&self) -> DeviceKind {
-            DeviceKind::Cuda
-        }
-        fn ordinal(&self) -> i32 {
-            0
-        }
-        fn uuid(&self) -> [u8; 16] {
-            [1; 16]
-        }
-        fn describe(&self) -> String {
-            "recorder".into()
-        }
-        fn multiprocessors(&self) -> u32 {
-            100
-        }
-        fn allocate(self: Arc<Self>, bytes: usize, placement: Placement) -> Result<Memory> {
-            host::open(0).allocate(bytes, placement)
-        }
-        fn free(&self, _address: *mut u8, _bytes: usize, _placement: Placement) {}
-        fn register(&self, address: *mut u8, _bytes: usize) -> Result<*mut u8> {
-            Ok(address)
-        }
-        fn unregister(&self, _address: *mut u8) {}
-        fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<Devices> {
-            Ok(Devices::ALL)
-        }
-        fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
-            Ok(StreamKey {
-                stream: stream as u64,
-                capture: self.captures.lock().get(&(stream as usize)).copied(),
-            })
-        }
-        fn enqueue(&self, _launch: &Launch) -> Result<()> {
-            Ok(())
-        }
-        fn order_streams(&self, last: *mut c_void, next: *mut c_void) -> Result<()> {
-            self.note(format!("{} -> {}", last as usize, next as usize));
-            Ok(())
-        }
-        fn mark(&self, mark: Option<Mark>, stream: *mut c_void) -> Result<Mark> {
-            self.note(format!("mark {}", stream as usize));
-            Ok(mark.unwrap_or(Mark(7)))
-        }
-        fn reached(&self, mark: Mark) -> Result<bool> {
-            assert_eq!(mark, Mark(7));
-            Ok(!self.running.load(Ordering::Relaxed))
-        }
-        fn wait_for_mark(&self, mark: Mark, next: *mut c_void) -> Result<()> {
-            self.note(format!("{} waits for {mark:?}", next as usize));
-            Ok(())
-        }
-        fn unmark(&self, mark: Mark) {
-            self.note(format!("unmark {mark:?}"));
-        }
-        fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()> {
-            self.note(format!("keep {}", stream as usize));
-            self.kept.lock().push(kept);
-            Ok(())
-        }
-        fn allocate_user(&self, _bytes: usize) -> Result<*mut c_void> {
-            Err(Error::internal("not asked for"))
-        }
-        fn free_user(&self, _pointer: *mut c_void) -> Result<()> {
-            Err(Error::internal("not asked for"))
-        }
-    }
-
-    fn recorded() -> (Arc<Recorder>, Vec<Engine>) {
-        let recorder: Arc<Recorder> = Arc::default();
-        let devices: Vec<Arc<dyn Device>> = vec![recorder.clone(), recorder.clone()];
-        let engines = tests::cluster_on(&devices, &tests::profile(2, Algorithm::Ring, 1), Path::P2p);
-        (recorder, engines)
-    }
-
-    fn work(engine: &Engine, stream: usize) -> Work {
-        let mut buffer = [0f32; 4];
-        let request = Request {
-            collective: Collective::AllReduce,
-            send: buffer.as_ptr().cast(),
-            recv: buffer.as_mut_ptr().cast(),
-            count: 4,
-            datatype: DataType::Float32,
-            op: ReduceOp::Sum,
-            stream: stream as *mut c_void,
-        };
-        engine.prepare(&request).expect("accepted").expect("work")
-    }
-
-    fn launch(engine: &Engine, stream: usize) {
-        let work = work(engine, stream);
-        crate::launch::launch(&[(engine, &[work])]).expect("launched");
-    }
-
-    fn all_left(engine: &Engine, left: u64) {
-        engine.control().left.store(left, Ordering::Release);
-    }
-
-    #[test]
-    fn launches_of_one_capture_are_ordered_among_themselves() {
-        let (recorder, engines) = recorded();
-        for (stream, capture) in [(1, 5), (2, 5), (3, 6)] {
-            recorder.capture(stream, capture);
-        }
-        launch(&engines[0], 9);
-        assert_eq!(
-            recorder.take(),
-            "",
-            "no event for a communicator that was never captured"
-        );
-        for (stream, expected) in [
-            (1, "keep 1"),
-            (1, ""),
-            (2, "1 -> 2"),
-            (3, "keep 3"),
-            (2, ""),
-            (1, "2 -> 1"),
-            (3, ""),
-        ] {
-            launch(&engines[0], stream);
-            assert_eq!(recorder.take(), expected, "stream {stream}");
-        }
-        assert_eq!(
-            engines[0].launched.load(Ordering::Relaxed),
-            1,
-            "captured launches do not count"
-        );
-        all_left(&engines[0], 1);
-        for capture in 0..1000 {
-            recorder.capture(4, 100 + capture);
-            launch(&engines[0], 4);
-        }
-        assert_eq!(engines[0].order.lock().captures.len(), CAPTURES_AT_ONCE);
-    }
-
-    #[test]
-    fn eager_launches_of_a_captured_communicator_are_marked_since_replays_count_up_left() {
-        let (recorder, engines) = recorded();
-        let engine = &engines[0];
-        recorder.capture(1, 5);
-        launch(engine, 8);
-        launch(engine, 1);
-        assert_eq!(engine.idle(), Ok(false), "the first eager one runs");
-        launch(engine, 8);
-        assert_eq!(recorder.take(), "keep 1, mark 8");
-        all_left(engine, 100);
-        recorder.running.store(true, Ordering::Relaxed);
-        assert_eq!(engine.idle(), Ok(false), "what left were replays");
-        launch(engine, 9);
-        assert_eq!(recorder.take(), "9 waits for Mark(7), mark 9");
-        recorder.running.store(false, Ordering::Relaxed);
-        launch(engine, 8);
-        assert_eq!(recorder.take(), "mark 8");
-        assert_eq!(engine.synchronize(&|| Some(Error::internal("waits"))), Ok(()));
-        drop(engines);
-        assert_eq!(recorder.take(), "unmark Mark(7)");
-    }
-
-    #[test]
-    fn a_graph_keeps_the_kernels_memory_with_the_stop_word_raised() {
-        let (recorder, engines) = recorded();
-        recorder.capture(1, 5);
-        launch(&engines[0], 1);
-        let memory = Arc::downgrade(&engines[0].memory);
-        drop(engines);
-        let kept = memory.upgrade().expect("the graph keeps it");
-        assert_eq!(kept.control().stop.load(Ordering::SeqCst), Stop::Abort as u32);
-        drop(kept);
-        recorder.kept.lock().clear();
-        goes(&memory);
-    }
-
-    /// Other tests' engines may still have kernels, so that it goes later.
-    fn goes(memory: &Weak<KernelMemory>) {
-        for _ in 0..10_000 {
-            running::let_go();
-            if memory.strong_count() == 0 {
-                return;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        panic!("the memory is kept");
-    }
-
-    #[test]
-    fn memory_stays_while_another_engine_has_a_kernel() {
-        let (first, second) = (recorded().1, recorded());
-        let memory: Vec<_> = first.iter().map(|engine| Arc::downgrade(&engine.memory)).collect();
-        let stays = |why: &str| {
-            running::let_go();
-            assert!(memory.iter().all(|memory| memory.strong_count() > 0), "{why}");
-        };
-        let (recorder, busy) = (&second.0, &second.1);
-        launch(&busy[1], 1);
-        drop(first);
-        stays("a kernel was launched and has not left");
-        // From the first capture on an event says so.
-        all_left(&busy[1], 1);
-        recorder.running.store(true, Ordering::Relaxed);
-        recorder.capture(2, 5);
-        launch(&busy[0], 2);
-        launch(&busy[0], 1);
-        stays("the mark is not reached");
-        recorder.running.store(false, Ordering::Relaxed);
-        let held = busy[0].order.lock();
-        stays("a launch may be under way");
-        drop(held);
-        memory.iter().for_each(goes);
-    }
-
-    #[track_caller]
-    fn refused(engines: &[Engine], streams: [&[usize]; 2], words: &str) {
-        let works: Vec<Vec<Work>> = engines
-            .iter()
-            .zip(streams)
-            .map(|(engine, streams)| streams.iter().map(|stream| work(engine, *stream)).collect())
-            .collect();
-        let batch: Vec<Part> = engines
-            .iter()
-            .zip(&works)
-            .map(|(engine, works)| (engine, &works[..]))
-            .collect();
-        match admit(&batch) {
-            Ok(()) => assert_eq!(words, "", "accepted"),
-            Err(error) => {
-                assert_eq!(error.code, Code::InvalidUsage);
-                assert!(!words.is_empty() && error.text.contains(words), "{error}");
-            }
-        }
-        engines.iter().for_each(Engine::leave_clique);
-    }
-
-    #[test]
-    fn a_group_captures_all_of_a_communicator_or_nothing() {
-        let (recorder, engines) = recorded();
-        for (stream, capture) in [(1, 5), (2, 5), (3, 6)] {
-            recorder.capture(stream, capture);
-        }
-        refused(&engines, [&[1, 9], &[2, 2]], "rank 0: the operations of one group");
-        refused(&engines, [&[1, 2], &[2, 3]], "rank 1: the operations of one group");
-        refused(
-            &engines,
-            [&[1], &[9]],
-            "ranks 0 and 1 of one communicator: one is under",
-        );
-        refused(
-            &engines,
-            [&[1], &[1]],
-            "ranks 0 and 1 of one communicator use one stream",
-        );
-        refused(&engines, [&[1, 2], &[2, 1]], "use one stream");
-        refused(&engines, [&[1], &[2]], "");
-        refused(&engines, [&[1], &[3]], "");
-        refused(&engines, [&[1], &[]], "");
-        // A capture that is over says nothing of the stream.
-        recorder.captures.lock().clear();
-        refused(&engines, [&[], &[1]], "");
-        refused(&engines, [&[1], &[1]], "use one stream");
-    }
-
-    #[test]
-    fn eager_work_behind_a_stream_that_came_under_capture_is_refused() {
-        let (recorder, engines) = recorded();
-        launch(&engines[0], 1);
-        recorder.capture(1, 5);
-        refused(&engines, [&[2], &[]], "still runs in stream 0x1");
-        refused(&engines, [&[1], &[]], "");
-        all_left(&engines[0], 1);
-        refused(&engines, [&[2], &[]], "");
-    }
-}
+mod tests;

@@ -5,7 +5,7 @@ use crate::environment::{choice, integer, number, switch, text};
 use crate::error::{Error, Result};
 use crate::info;
 use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
-use crate::plan::{Algorithm, Profile, LINE_PAYLOAD_BYTES};
+use crate::plan::{Algorithm, Allowed, Profile, LINE_PAYLOAD_BYTES};
 use crate::sys::verbs;
 use serde::{Deserialize, Serialize};
 
@@ -60,15 +60,15 @@ pub(super) fn wait_bound() -> Result<(u64, bool)> {
     Ok((bound_ms.saturating_mul(1_000_000), fail))
 }
 
-/// Whether this rank lends its buffers to peers that can reach them.
+/// Whether this rank may lend its buffers to peers that can reach them; ranks do if all may.
 pub(super) fn zero_copy() -> Result<bool> {
-    Ok(choice("OSSICLE_ZERO_COPY", &[("0", false), ("1", true)])?.unwrap_or(true))
+    Ok(choice("OSSICLE_ZERO_COPY", &[("0", false), ("1", true)])?.unwrap_or(false))
 }
 
 /// A rank's planning inputs; travels in its introduction, and rank 0's become the profile of all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Settings {
-    allowed: Vec<Algorithm>,
+    allowed: Allowed,
     cuda: bool,
     /// Whether ranks start although their GPU has no block left for them (`OSSICLE_GPU_OVERCOMMIT`).
     pub(super) overcommit: bool,
@@ -114,10 +114,11 @@ impl Settings {
             slots: 4,
             lines: one_shot_lines(one_shot_bytes, ranks),
             one_shot_bytes,
+            one_shot_move_bytes: one_shot_move_bytes(self.cuda, ranks),
             one_shot_blocks: most,
             two_shot_blocks: most,
             two_shot_block_bytes: if least > 1 { 1 } else { 16384 },
-            two_shot_slot_bytes: two_shot_slot_bytes(ranks),
+            two_shot_slot_bytes: two_shot_slot_bytes(ranks, most),
             threads: 512,
         }
     }
@@ -137,6 +138,16 @@ fn one_shot_bytes(cuda: bool, ranks: u32) -> u64 {
     }
 }
 
+/// The same for all-gather and broadcast, beside a two-shot that has fewer hops or reduces nothing. Through a CPU's caches
+/// the flags of lines cost more than counters do from three ranks on.
+fn one_shot_move_bytes(cuda: bool, ranks: u32) -> u64 {
+    match (cuda, ranks) {
+        (true, _) => one_shot_bytes(cuda, ranks) / 2,
+        (false, 0..=2) => 64,
+        (false, _) => 0,
+    }
+}
+
 fn one_shot_lines(bytes: u64, ranks: u32) -> u32 {
     match ranks {
         1 => 0,
@@ -144,29 +155,29 @@ fn one_shot_lines(bytes: u64, ranks: u32) -> u32 {
     }
 }
 
-/// Slots of all ranks of one GPU should fit into its L2 cache; with more ranks each has slots for more sources.
-fn two_shot_slot_bytes(ranks: u32) -> u64 {
+/// Slots of all ranks of one GPU should fit into its L2 cache, and few blocks need long rounds; with more ranks each has
+/// slots for more sources.
+fn two_shot_slot_bytes(ranks: u32, blocks: u32) -> u64 {
     match ranks {
-        0..=2 => 65536,
-        3..=8 => 32768,
-        _ => 16384,
+        0..=2 if blocks <= 32 => 131_072,
+        0..=8 => 65_536,
+        _ => 32_768,
     }
 }
 
-/// The algorithms that `NCCL_ALGO` and `NCCL_PROTO` leave for all-reduce.
-fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Vec<Algorithm>> {
-    let algorithms = list(
-        "NCCL_ALGO",
-        algo,
-        &Algorithm::ALL.map(Algorithm::name),
-        &UNBUILT_ALGORITHMS,
-    )?;
-    let protocols = list("NCCL_PROTO", proto, &["LL", "Simple"], &["LL128"])?;
-    let left: Vec<Algorithm> = Algorithm::ALL
-        .into_iter()
-        .filter(|algorithm| algorithms.contains(&algorithm.name()) && protocols.contains(&algorithm.protocol()))
-        .collect();
-    if left.is_empty() {
+/// The algorithms that `NCCL_ALGO` and `NCCL_PROTO` leave. A list that leaves a move nothing does not bind it: `Ring`
+/// asks for an all-reduce's ring.
+fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Allowed> {
+    let left = |function: &str, built: &[Algorithm]| -> Result<Vec<Algorithm>> {
+        let names = Algorithm::ALL.map(Algorithm::name);
+        let algorithms = list("NCCL_ALGO", algo, function, &names, &UNBUILT_ALGORITHMS)?;
+        let protocols = list("NCCL_PROTO", proto, function, &["LL", "Simple"], &["LL128"])?;
+        let allowed =
+            |algorithm: &Algorithm| algorithms.contains(&algorithm.name()) && protocols.contains(&algorithm.protocol());
+        Ok(built.iter().copied().filter(allowed).collect())
+    };
+    let all_reduce = left("allreduce", &Algorithm::ALL)?;
+    if all_reduce.is_empty() {
         return Err(Error::usage(format!(
             "NCCL_ALGO \"{}\" with NCCL_PROTO \"{}\" leaves no all-reduce of this version: it has OneShot with LL, \
              TwoShot and Ring with Simple",
@@ -174,19 +185,33 @@ fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Vec<Algorithm>> {
             proto.unwrap_or_default()
         )));
     }
-    Ok(left)
+    let or_all = |left: Vec<Algorithm>| match left.is_empty() {
+        true => Algorithm::MOVES.to_vec(),
+        false => left,
+    };
+    Ok(Allowed {
+        all_reduce,
+        all_gather: or_all(left("allgather", &Algorithm::MOVES)?),
+        broadcast: or_all(left("broadcast", &Algorithm::MOVES)?),
+    })
 }
 
-/// The built names that a variable in NCCL's notation allows: `name,name`, `^name`, or `function:names;...`, where the
+/// The built names that a variable in NCCL's notation allows a function: `name,name`, `^name`, or `function:names;...`, where the
 /// first clause without a colon is the base list.
-fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[&str]) -> Result<Vec<&'static str>> {
+fn list(
+    variable: &str,
+    value: Option<&str>,
+    function: &str,
+    built: &[&'static str],
+    unbuilt: &[&str],
+) -> Result<Vec<&'static str>> {
     let Some(value) = value.filter(|value| !value.trim().is_empty()) else {
         return Ok(built.to_vec());
     };
     let mut chosen: Option<Vec<&'static str>> = None;
     for clause in value.split(';').map(str::trim).filter(|clause| !clause.is_empty()) {
-        let (function, names) = match clause.split_once(':') {
-            Some((function, names)) => (Some(function.trim()), names),
+        let (named_function, names) = match clause.split_once(':') {
+            Some((named, names)) => (Some(named.trim()), names),
             None => (None, clause),
         };
         let (invert, names) = names.strip_prefix('^').map_or((false, names), |rest| (true, rest));
@@ -209,8 +234,8 @@ fn list(variable: &str, value: Option<&str>, built: &[&'static str], unbuilt: &[
             .copied()
             .filter(|name| named.contains(name) != invert)
             .collect();
-        match function {
-            Some(function) if !function.eq_ignore_ascii_case("allreduce") => {}
+        match named_function {
+            Some(named) if !named.eq_ignore_ascii_case(function) => {}
             Some(_) => chosen = Some(allowed),
             None => chosen = chosen.or(Some(allowed)),
         }
@@ -244,7 +269,29 @@ mod tests {
             (None, Some("simple"), vec![TwoShot, Ring]),
             (None, Some("LL,LL128"), vec![OneShot]),
         ] {
-            assert_eq!(allowed(algo, proto).unwrap(), expected, "{algo:?} {proto:?}");
+            assert_eq!(allowed(algo, proto).unwrap().all_reduce, expected, "{algo:?} {proto:?}");
+        }
+        for (algo, proto, all_gather, broadcast) in [
+            (None, None, vec![OneShot, TwoShot], vec![OneShot, TwoShot]),
+            (Some("ring"), None, vec![OneShot, TwoShot], vec![OneShot, TwoShot]),
+            (
+                Some("ring;allgather:oneshot"),
+                None,
+                vec![OneShot],
+                vec![OneShot, TwoShot],
+            ),
+            (
+                Some("allgather:^oneshot;broadcast:oneshot,tree"),
+                None,
+                vec![TwoShot],
+                vec![OneShot],
+            ),
+            (Some("allreduce:ring"), Some("simple"), vec![TwoShot], vec![TwoShot]),
+            (None, Some("broadcast:LL"), vec![OneShot, TwoShot], vec![OneShot]),
+        ] {
+            let allowed = allowed(algo, proto).unwrap();
+            assert_eq!(allowed.all_gather, all_gather, "{algo:?} {proto:?}");
+            assert_eq!(allowed.broadcast, broadcast, "{algo:?} {proto:?}");
         }
         for (algo, proto, word) in [
             (Some("rings"), None, "\"rings\""),

@@ -1,11 +1,11 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
+    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS, NO_ROOT,
 };
-use crate::plan::{self, Profile, Program};
+use crate::plan::{Profile, Program};
 use crate::transport::PeerInbox;
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::Arc;
 
 const NO_STEP: Step = Step {
@@ -15,63 +15,17 @@ const NO_STEP: Step = Step {
     chunk: 0,
 };
 
-/// The steps of one program as a kernel reads them.
-pub(super) struct Steps {
-    pub(super) chunks: u32,
-    pub(super) steps: u32,
-    pub(super) step: [Step; MAX_STEPS],
-}
-
-impl Steps {
-    fn of(program: &Program) -> Steps {
-        debug_assert!(program.steps.len() <= MAX_STEPS);
-        let mut step = [NO_STEP; MAX_STEPS];
-        for (step, planned) in step.iter_mut().zip(&program.steps) {
-            *step = Step {
-                flags: planned.flags.0,
-                send: planned.send,
-                recv: planned.recv,
-                chunk: planned.chunk,
-            };
-        }
-        Steps {
-            chunks: program.chunks,
-            steps: program.steps.len() as u32,
-            step,
-        }
-    }
-}
-
-/// The programs of one rank.
-pub(super) struct Programs {
-    pub(super) all_reduce: Steps,
-    pub(super) all_gather: Steps,
-    /// By root.
-    pub(super) broadcast: Vec<Steps>,
-}
-
-impl Programs {
-    pub(super) fn of(ranks: u32, rank: u32) -> Programs {
-        Programs {
-            all_reduce: Steps::of(&plan::ring_all_reduce(ranks, rank)),
-            all_gather: Steps::of(&plan::ring_all_gather(ranks, rank)),
-            broadcast: (0..ranks)
-                .map(|root| Steps::of(&plan::ring_broadcast(ranks, rank, root)))
-                .collect(),
-        }
-    }
-}
-
 /// What every kernel of a rank is told of the rank itself.
 pub(super) struct Own {
     pub(super) rank: u32,
     pub(super) state: *mut State,
     pub(super) control: *mut Control,
     pub(super) started: *mut u64,
+    pub(super) zero_copy: bool,
 }
 
 impl Own {
-    /// The links of this rank, which all programs share, resolved to addresses; a work without steps yet.
+    /// This rank's program with its links resolved to addresses.
     pub(super) fn program_work(
         &self,
         profile: &Profile,
@@ -80,7 +34,7 @@ impl Own {
     ) -> ProgramWork {
         let rank = self.rank;
         let own = &programs[rank as usize];
-        debug_assert!(own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS);
+        debug_assert!(own.sends.len() <= MAX_LINKS && own.recvs.len() <= MAX_LINKS && own.steps.len() <= MAX_STEPS);
         let none = Link {
             slots: null_mut(),
             tail: null_mut(),
@@ -114,6 +68,15 @@ impl Own {
                 pad: 0,
             };
         }
+        let mut step = [NO_STEP; MAX_STEPS];
+        for (step, planned) in step.iter_mut().zip(&own.steps) {
+            *step = Step {
+                flags: planned.flags.0,
+                send: planned.send,
+                recv: planned.recv,
+                chunk: planned.chunk,
+            };
+        }
         ProgramWork {
             input: null_mut(),
             output: null_mut(),
@@ -125,13 +88,12 @@ impl Own {
             slots: profile.slots,
             channels: 1,
             ranks: profile.ranks,
-            chunks: 0,
-            steps: 0,
-            pad: 0,
-            output_stride: 0,
+            chunks: own.chunks,
+            steps: own.steps.len() as u32,
+            zero_copy: u32::from(self.zero_copy),
             send,
             recv,
-            step: [NO_STEP; MAX_STEPS],
+            step,
         }
     }
 
@@ -150,12 +112,14 @@ impl Own {
             rank: self.rank,
             ranks: profile.ranks,
             lines: profile.lines,
+            root: NO_ROOT,
+            zero_copy: u32::from(self.zero_copy),
             pad: 0,
             area,
         }
     }
 
-    pub(super) fn two_shot_work(&self, profile: &Profile, inboxes: &[Arc<PeerInbox>], may_lend: bool) -> TwoShotWork {
+    pub(super) fn two_shot_work(&self, profile: &Profile, inboxes: &[Arc<PeerInbox>]) -> TwoShotWork {
         let (mut slots, mut counters) = ([null_mut(); MAX_RANKS], [null_mut(); MAX_RANKS]);
         for (peer, inbox) in inboxes.iter().enumerate() {
             (slots[peer], counters[peer]) = (inbox.two_shot_slots(), inbox.two_shot_counters());
@@ -171,11 +135,11 @@ impl Own {
             rank: self.rank,
             ranks: profile.ranks,
             most_blocks: profile.two_shot_blocks,
-            may_lend: u32::from(may_lend),
+            root: NO_ROOT,
+            zero_copy: u32::from(self.zero_copy),
+            lends: 0,
             slots,
             counters,
-            lent_input: [null(); MAX_RANKS],
-            lent_output: [null_mut(); MAX_RANKS],
         }
     }
 }

@@ -4,30 +4,41 @@ use super::clique::Clique;
 use super::connect::{assemble, geometry};
 use super::*;
 use crate::device::host;
-use crate::plan::Program;
-use crate::request::{Collective, DataType, ReduceOp};
+use crate::plan::{Allowed, Program};
+use crate::request::{Collective, ReduceOp};
 use crate::transport::{Inbox, Path};
 use half::{bf16, f16};
 use oracle::{Element, Order, Patterns};
 
 mod graphs;
 mod lending;
+mod moves;
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;
 mod random;
 mod rig;
 mod streams;
 
+/// Of what `algorithm` does; all-gathers and broadcasts, which have no ring, are then of either kind.
 pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
+    let moves = match algorithm {
+        Algorithm::Ring => Algorithm::MOVES.to_vec(),
+        _ => vec![algorithm],
+    };
     Profile {
         ranks,
-        allowed: vec![algorithm],
+        allowed: Allowed {
+            all_reduce: vec![algorithm],
+            all_gather: moves.clone(),
+            broadcast: moves,
+        },
         channels,
         channel_bytes: 1,
         slot_bytes: 256,
         slots: 2,
         lines: 512,
         one_shot_bytes: 1 << 20,
+        one_shot_move_bytes: 256,
         one_shot_blocks: channels,
         two_shot_blocks: channels,
         two_shot_block_bytes: 1,
@@ -37,7 +48,7 @@ pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profil
 }
 
 /// All ranks of a communicator, connected without a bootstrap.
-fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
+pub(super) fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
     let devices: Vec<_> = (0..profile.ranks).map(|rank| host::open(rank as i32)).collect();
     cluster_on(&devices, profile, path)
 }
@@ -124,7 +135,7 @@ fn run<T: Element>(engines: &[Engine], inputs: &[Vec<T>], op: ReduceOp, shift: u
         .iter()
         .map(|(engine, work)| (*engine, std::slice::from_ref(work)))
         .collect();
-    launch(&parts).unwrap();
+    admit(&parts).and_then(Admitted::launch).unwrap();
     let untouched = |guard: &[T]| guard.iter().all(|element| element.same(canary));
     for buffer in &buffers {
         assert!(
@@ -138,7 +149,7 @@ fn run<T: Element>(engines: &[Engine], inputs: &[Vec<T>], op: ReduceOp, shift: u
         .collect()
 }
 
-fn check<T: Element>(engines: &[Engine], order: Order, seed: u64, counts: &[usize]) {
+pub(super) fn check<T: Element>(engines: &[Engine], order: Order, seed: u64, counts: &[usize]) {
     let mut patterns = Patterns(seed);
     for (index, count) in counts.iter().enumerate() {
         for (number, op) in Kernel::OPS.into_iter().enumerate() {
@@ -215,134 +226,6 @@ fn ring_is_exact_for_every_type_operation_and_rank_count() {
             slot_bytes: 256,
         };
         check_all_types(&engines, order, &[1, 2, 5, 16, 17, 255, 1000, 5003]);
-    }
-}
-
-/// One collective that moves bytes, from and to buffers that begin `shift` bytes off; what every rank ends with. In
-/// place, a rank's input lies where it belongs in its output.
-fn move_bytes(
-    engines: &[Engine],
-    collective: Collective,
-    inputs: &[Vec<u8>],
-    shift: usize,
-    in_place: bool,
-) -> Vec<Vec<u8>> {
-    let count = inputs[0].len();
-    let blocks = if collective == Collective::AllGather {
-        inputs.len()
-    } else {
-        1
-    };
-    let own = |rank: usize| if blocks > 1 { rank * count } else { 0 };
-    let mut outputs = vec![vec![0xa5u8; shift + blocks * count + 64]; inputs.len()];
-    let shifted: Vec<Vec<u8>> = inputs
-        .iter()
-        .map(|input| [vec![0; shift], input.clone()].concat())
-        .collect();
-    let works: Vec<(&Engine, Work)> = engines
-        .iter()
-        .enumerate()
-        .filter_map(|(rank, engine)| {
-            let output = &mut outputs[rank];
-            let mut send = shifted[rank][shift..].as_ptr();
-            if in_place {
-                let place = shift + own(rank);
-                output[place..place + count].copy_from_slice(&inputs[rank]);
-                send = output[place..].as_ptr();
-            }
-            let request = Request {
-                collective,
-                send: send.cast(),
-                recv: output[shift..].as_mut_ptr().cast(),
-                count,
-                datatype: DataType::Uint8,
-                op: ReduceOp::Sum,
-                stream: std::ptr::null_mut(),
-            };
-            engine.prepare(&request).unwrap().map(|work| (engine, work))
-        })
-        .collect();
-    let parts: Vec<Part> = works
-        .iter()
-        .map(|(engine, work)| (*engine, std::slice::from_ref(work)))
-        .collect();
-    launch(&parts).unwrap();
-    for output in &outputs {
-        let guard = output[..shift].iter().chain(&output[shift + blocks * count..]);
-        assert!(guard.into_iter().all(|byte| *byte == 0xa5), "guard written");
-    }
-    outputs
-        .into_iter()
-        .map(|output| output[shift..shift + blocks * count].to_vec())
-        .collect()
-}
-
-#[test]
-fn all_gather_and_broadcast_move_every_byte_between_any_buffers() {
-    for (ranks, path) in [
-        (1, Path::P2p),
-        (2, Path::P2p),
-        (3, Path::Shm),
-        (4, Path::P2p),
-        (8, Path::P2p),
-    ] {
-        let engines = cluster(&profile(ranks, Algorithm::Ring, 1 + ranks % 3), path);
-        let mut patterns = Patterns(u64::from(ranks));
-        for (index, count) in [1, 2, 3, 4, 16, 17, 255, 256, 1000, 4096, 5003].into_iter().enumerate() {
-            let inputs: Vec<Vec<u8>> = (0..ranks).map(|_| patterns.elements::<u8>(count)).collect();
-            let (shift, in_place) = ([0, 1, 4, 16][index % 4], index % 2 == 1);
-            let gathered = move_bytes(&engines, Collective::AllGather, &inputs, shift, in_place);
-            assert!(
-                gathered.iter().all(|output| *output == inputs.concat()),
-                "{ranks} ranks, count {count}"
-            );
-            for root in 0..ranks as usize {
-                let collective = Collective::Broadcast { root: root as i32 };
-                let sent = move_bytes(&engines, collective, &inputs, shift, in_place);
-                assert!(
-                    sent.iter().all(|output| *output == inputs[root]),
-                    "{ranks} ranks, root {root}, count {count}"
-                );
-            }
-        }
-    }
-}
-
-/// Ranks whose buffers are aligned differently move words of different sizes, and still cut the data alike.
-#[test]
-fn ranks_need_not_agree_on_alignment() {
-    let engines = cluster(&profile(3, Algorithm::Ring, 2), Path::P2p);
-    let count = 4000;
-    let inputs: Vec<Vec<u8>> = (0..3).map(|rank| Patterns(rank).elements::<u8>(count)).collect();
-    let mut outputs = vec![vec![0u8; 3 * count + 8]; 3];
-    let works: Vec<Work> = engines
-        .iter()
-        .zip(&mut outputs)
-        .enumerate()
-        .map(|(rank, (engine, output))| {
-            let request = Request {
-                collective: Collective::AllGather,
-                send: inputs[rank].as_ptr().cast(),
-                // Vectors of bytes begin at multiples of 8 here: one rank in three is off.
-                recv: output[rank % 2..].as_mut_ptr().cast(),
-                count,
-                datatype: DataType::Uint8,
-                op: ReduceOp::Sum,
-                stream: std::ptr::null_mut(),
-            };
-            engine.prepare(&request).unwrap().unwrap()
-        })
-        .collect();
-    let kinds: Vec<DataType> = works.iter().map(|work| work.kernel.datatype).collect();
-    assert_eq!(kinds, [DataType::Int32, DataType::Uint8, DataType::Int32]);
-    let parts: Vec<Part> = engines.iter().zip(works.iter().map(std::slice::from_ref)).collect();
-    launch(&parts).unwrap();
-    for (rank, output) in outputs.iter().enumerate() {
-        assert_eq!(
-            output[rank % 2..rank % 2 + 3 * count],
-            inputs.concat()[..],
-            "rank {rank}"
-        );
     }
 }
 
@@ -441,50 +324,5 @@ fn a_report_tells_where_the_peer_is() {
         fault.sequence.store(sequence, Ordering::Release);
         let text = engines[0].take_fault().unwrap().text;
         assert!(text.contains(&format!("the kernel of rank 1 {words}")), "{text}");
-    }
-}
-
-#[test]
-fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
-    for algorithm in Algorithm::ALL {
-        let engines = cluster(&profile(2, algorithm, 1), Path::P2p);
-        engines[0]
-            .control()
-            .report_after_ns
-            .store(20_000_000, Ordering::Relaxed);
-        let input = [1.0f32; 4];
-        let mut output = [0.0f32; 4];
-        let request = Request {
-            collective: Collective::AllReduce,
-            send: input.as_ptr().cast(),
-            recv: output.as_mut_ptr().cast(),
-            count: 4,
-            datatype: DataType::Float32,
-            op: ReduceOp::Sum,
-            stream: std::ptr::null_mut(),
-        };
-        let work = engines[0].prepare(&request).unwrap().unwrap();
-        let mut engines = engines.into_iter();
-        let late = Arc::new(engines.next().unwrap());
-        let waiting = late.clone();
-        let thread = std::thread::spawn(move || launch(&[(&*waiting, &[work])]));
-        let fault = loop {
-            match late.take_fault() {
-                Some(fault) => break fault,
-                None => std::thread::sleep(Duration::from_millis(1)),
-            }
-        };
-        assert_eq!(fault.code, crate::error::Code::InProgress);
-        assert!(
-            fault.text.contains("rank 0 waits for rank 1 (test) in operation 0")
-                && fault.text.contains("rank 1 has not started operation 0"),
-            "{fault}"
-        );
-        late.stop(Stop::Abort);
-        assert_eq!(
-            thread.join().unwrap().unwrap_err().code,
-            crate::error::Code::RemoteError
-        );
-        assert!(late.take_fault().is_none());
     }
 }

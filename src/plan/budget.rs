@@ -1,7 +1,8 @@
 //! How many blocks a communicator may have on a GPU, from what others have there.
 //!
-//! Kernels that wait for each other must all run at once, or they wait for ever: so the blocks of all communicators on
-//! a GPU stay at or below what fits on it. None takes all that is left, since nobody knows how many will come.
+//! Kernels that wait for each other must all run at once, or they wait for ever: so the blocks of communicators with
+//! several ranks on a GPU stay together at or below what fits on it. None takes all that is left, since nobody knows how
+//! many will come. Where each rank has a GPU for itself nothing is counted.
 
 /// Streaming multiprocessors that the communicators of a GPU together leave to the program's own kernels, where it has
 /// twice as many; else half of them.
@@ -13,8 +14,9 @@ const BLOCKS_A_MULTIPROCESSOR: u32 = 1;
 /// What a communicator leaves to others, where there is so much; else it leaves half.
 const LEFT_TO_OTHERS: u32 = 16;
 
-/// The most for a rank that has its GPU to itself, so that most of the GPU is left to what is computed meanwhile.
-const MOST_ALONE: u32 = 64;
+/// The most for a rank that has its GPU to itself, so that most of the GPU is left to what is computed meanwhile. Also
+/// what NCCL takes at most.
+const MOST_ALONE: u32 = 32;
 
 /// The blocks of a GPU that communicators may have together.
 pub fn capacity(multiprocessors: u32) -> u32 {
@@ -80,6 +82,6 @@ mod tests {
         assert_eq!(series(2), [50, 4, 2, 1, 1]);
         assert_eq!(series(4), [25, 2, 1, 1]);
         assert_eq!(series(8), [12, 1, 1]);
-        assert_eq!((alone(132), alone(40), alone(1)), (64, 24, 1));
+        assert_eq!((alone(132), alone(40), alone(1)), (32, 24, 1));
     }
 }

@@ -2,6 +2,7 @@
 
 use super::{Algorithm, Call, Choice, Profile};
 use crate::error::{Error, Result};
+use crate::request::Collective;
 
 /// Elements of one line times its bytes: what one thread of the one-shot kernel moves at a time.
 pub const LINE_PAYLOAD_BYTES: u64 = 8;
@@ -10,23 +11,21 @@ pub const LINE_PAYLOAD_BYTES: u64 = 8;
 pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
     let bytes = call.bytes();
     let fits_one_shot = profile.ranks > 1 && bytes.div_ceil(LINE_PAYLOAD_BYTES) <= u64::from(profile.lines);
-    let allows = |algorithm| profile.allowed.contains(&algorithm);
+    let allows = |algorithm| profile.allowed.all_reduce.contains(&algorithm);
     if allows(Algorithm::OneShot) && fits_one_shot {
         if bytes <= profile.one_shot_bytes {
-            return Ok(one_shot(profile, bytes, "small message: one hop"));
+            return Ok(one_shot(profile, bytes, 1, "small message: one hop"));
         }
         if !allows(Algorithm::Ring) && !allows(Algorithm::TwoShot) {
-            return Ok(one_shot(profile, bytes, "forced by the environment"));
+            return Ok(one_shot(profile, bytes, 1, "forced by the environment"));
         }
     }
     if allows(Algorithm::TwoShot) && profile.ranks > 1 {
         return Ok(Choice {
             algorithm: Algorithm::TwoShot,
-            blocks: bytes
-                .div_ceil(profile.two_shot_block_bytes)
-                .clamp(1, u64::from(profile.two_shot_blocks)) as u32,
+            blocks: two_shot_blocks(profile, bytes),
             threads: profile.threads,
-            reason: match profile.allowed[..] {
+            reason: match profile.allowed.all_reduce[..] {
                 [Algorithm::TwoShot] => "forced by the environment",
                 _ => "large message: two hops",
             },
@@ -52,18 +51,52 @@ pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
     })
 }
 
-/// The plan of a collective that moves data without reducing it: a ring. `bytes` is what one rank sends.
-pub fn choose_move(profile: &Profile, bytes: u64) -> Choice {
-    Choice {
-        algorithm: Algorithm::Ring,
-        blocks: channels(profile, bytes),
-        threads: profile.threads,
-        reason: if profile.ranks == 1 {
-            "one rank: a copy"
-        } else {
-            "the only algorithm for it"
-        },
+/// The plan of a collective that moves data without reducing it. `bytes` is what one rank has. A rank alone copies as
+/// the two-shot kernel does.
+pub fn choose_move(profile: &Profile, collective: Collective, bytes: u64) -> Result<Choice> {
+    let (allowed, all_bytes) = match collective {
+        Collective::AllGather => (&profile.allowed.all_gather, bytes * u64::from(profile.ranks)),
+        _ => (&profile.allowed.broadcast, bytes),
+    };
+    let allows = |algorithm| allowed.contains(&algorithm);
+    let fits_one_shot = profile.ranks > 1 && bytes.div_ceil(LINE_PAYLOAD_BYTES) <= u64::from(profile.lines);
+    if allows(Algorithm::OneShot) && fits_one_shot {
+        let sources = match collective {
+            Collective::AllGather => profile.ranks - 1,
+            _ => 1,
+        };
+        if bytes <= profile.one_shot_move_bytes {
+            return Ok(one_shot(profile, bytes, sources, "small message: one hop"));
+        }
+        if !allows(Algorithm::TwoShot) {
+            return Ok(one_shot(profile, bytes, sources, "forced by the environment"));
+        }
     }
+    if !allows(Algorithm::TwoShot) && profile.ranks > 1 {
+        return Err(Error::usage(format!(
+            "NCCL_ALGO or NCCL_PROTO allows only OneShot (LL), which takes at most {} bytes of a rank; this {} has {bytes}: \
+             allow TwoShot (Simple) too",
+            u64::from(profile.lines) * LINE_PAYLOAD_BYTES,
+            collective.name()
+        )));
+    }
+    let reason = match (profile.ranks, allows(Algorithm::OneShot)) {
+        (1, _) => "one rank: a copy",
+        (_, false) => "forced by the environment",
+        _ => "large message: bandwidth",
+    };
+    Ok(Choice {
+        algorithm: Algorithm::TwoShot,
+        blocks: two_shot_blocks(profile, all_bytes),
+        threads: profile.threads,
+        reason,
+    })
+}
+
+fn two_shot_blocks(profile: &Profile, bytes: u64) -> u32 {
+    bytes
+        .div_ceil(profile.two_shot_block_bytes)
+        .clamp(1, u64::from(profile.two_shot_blocks)) as u32
 }
 
 fn channels(profile: &Profile, bytes: u64) -> u32 {
@@ -72,10 +105,14 @@ fn channels(profile: &Profile, bytes: u64) -> u32 {
         .clamp(1, u64::from(profile.channels)) as u32
 }
 
-fn one_shot(profile: &Profile, bytes: u64, reason: &'static str) -> Choice {
+/// `sources`: ranks whose lines a thread may take to itself; the all-reduce's takes those of all.
+fn one_shot(profile: &Profile, bytes: u64, sources: u32, reason: &'static str) -> Choice {
     let lines = bytes.div_ceil(LINE_PAYLOAD_BYTES);
-    // A warp is the least that runs; a block gets one line a thread until there are no more blocks.
-    let threads = (lines.next_multiple_of(32)).clamp(32, u64::from(profile.threads)) as u32;
+    // A warp is the least that runs; a block gets one line a thread until there are no more blocks, and no block is
+    // without one.
+    let threads = (lines * u64::from(sources))
+        .next_multiple_of(32)
+        .clamp(32, u64::from(profile.threads)) as u32;
     let blocks = lines
         .div_ceil(u64::from(threads))
         .clamp(1, u64::from(profile.one_shot_blocks)) as u32;
@@ -90,18 +127,24 @@ fn one_shot(profile: &Profile, bytes: u64, reason: &'static str) -> Choice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Allowed;
     use crate::request::{DataType, ReduceOp};
 
     fn profile() -> Profile {
         Profile {
             ranks: 4,
-            allowed: Algorithm::ALL.to_vec(),
+            allowed: Allowed {
+                all_reduce: Algorithm::ALL.to_vec(),
+                all_gather: Algorithm::MOVES.to_vec(),
+                broadcast: Algorithm::MOVES.to_vec(),
+            },
             channels: 8,
             channel_bytes: 65536,
             slot_bytes: 131072,
             slots: 4,
             lines: 8192,
             one_shot_bytes: 32768,
+            one_shot_move_bytes: 16384,
             one_shot_blocks: 8,
             two_shot_blocks: 16,
             two_shot_block_bytes: 16384,
@@ -109,6 +152,19 @@ mod tests {
             threads: 512,
         }
     }
+
+    fn only(algorithm: Algorithm) -> Profile {
+        Profile {
+            allowed: Allowed {
+                all_reduce: vec![algorithm],
+                all_gather: vec![algorithm],
+                broadcast: vec![algorithm],
+            },
+            ..profile()
+        }
+    }
+
+    const MOVES: [Collective; 2] = [Collective::AllGather, Collective::Broadcast { root: 1 }];
 
     fn call(count: usize) -> Call {
         Call {
@@ -134,15 +190,9 @@ mod tests {
 
     #[test]
     fn a_forced_algorithm_is_taken_or_refused_by_name() {
-        let ring = Profile {
-            allowed: vec![Algorithm::Ring],
-            ..profile()
-        };
+        let ring = only(Algorithm::Ring);
         assert_eq!(choose(&ring, &call(1)).unwrap().algorithm, Algorithm::Ring);
-        let one_shot = Profile {
-            allowed: vec![Algorithm::OneShot],
-            ..profile()
-        };
+        let one_shot = only(Algorithm::OneShot);
         assert_eq!(choose(&one_shot, &call(16384)).unwrap().algorithm, Algorithm::OneShot);
         let refused = choose(&one_shot, &call(16385)).unwrap_err();
         assert!(
@@ -152,12 +202,64 @@ mod tests {
     }
 
     #[test]
+    fn moves_are_chosen_by_size_too() {
+        let chosen = |collective, bytes| {
+            choose_move(&profile(), collective, bytes)
+                .map(|c| (c.algorithm, c.blocks, c.threads))
+                .unwrap()
+        };
+        let [gather, broadcast] = MOVES;
+        assert_eq!(chosen(broadcast, 1), (Algorithm::OneShot, 1, 32));
+        assert_eq!(chosen(broadcast, 8 * 96), (Algorithm::OneShot, 1, 96));
+        assert_eq!(chosen(broadcast, 16384), (Algorithm::OneShot, 4, 512));
+        assert_eq!(chosen(broadcast, 16385), (Algorithm::TwoShot, 2, 512));
+        // Lines of three ranks arrive.
+        assert_eq!(chosen(gather, 8 * 32), (Algorithm::OneShot, 1, 96));
+        assert_eq!(chosen(gather, 16384), (Algorithm::OneShot, 4, 512));
+        assert_eq!(chosen(gather, 16385), (Algorithm::TwoShot, 5, 512));
+        assert_eq!(chosen(gather, 1 << 24), (Algorithm::TwoShot, 16, 512));
+    }
+
+    /// A block that has no line of its own would not be waited for.
+    #[test]
+    fn no_block_of_one_shot_is_without_a_line() {
+        for collective in MOVES {
+            for bytes in 1..=16384 {
+                let choice = choose_move(&profile(), collective, bytes).unwrap();
+                let lines = bytes.div_ceil(LINE_PAYLOAD_BYTES);
+                assert!(
+                    u64::from((choice.blocks - 1) * choice.threads) < lines,
+                    "{bytes} bytes: {choice:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_forced_move_is_taken_or_refused_by_name() {
+        for collective in MOVES {
+            let chosen = |profile: &Profile, bytes| choose_move(profile, collective, bytes).map(|c| c.algorithm);
+            assert_eq!(chosen(&only(Algorithm::TwoShot), 1).unwrap(), Algorithm::TwoShot);
+            assert_eq!(chosen(&only(Algorithm::OneShot), 65536).unwrap(), Algorithm::OneShot);
+            let refused = chosen(&only(Algorithm::OneShot), 65537).unwrap_err();
+            assert!(refused.text.contains(collective.name()), "{refused}");
+            assert!(
+                refused.text.contains("65537") && refused.text.contains("65536"),
+                "{refused}"
+            );
+        }
+    }
+
+    #[test]
     fn one_rank_copies_whatever_is_allowed() {
         let alone = Profile {
             ranks: 1,
-            allowed: vec![Algorithm::OneShot],
-            ..profile()
+            ..only(Algorithm::OneShot)
         };
         assert_eq!(choose(&alone, &call(1)).unwrap().algorithm, Algorithm::Ring);
+        for collective in MOVES {
+            let choice = choose_move(&alone, collective, 1 << 20).unwrap();
+            assert_eq!(choice.algorithm, Algorithm::TwoShot);
+        }
     }
 }

@@ -13,23 +13,25 @@ mod ring;
 pub use choose::choose;
 pub use choose::{choose_move, LINE_PAYLOAD_BYTES};
 pub use program::{Program, Step, StepFlags};
-pub use ring::{all_gather as ring_all_gather, all_reduce as ring_all_reduce, broadcast as ring_broadcast};
+pub use ring::all_reduce as ring_all_reduce;
 
 use crate::request::{DataType, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Algorithm {
-    /// Everyone sends everything to everyone as lines, and reduces in rank order.
+    /// Everyone sends all that it has to everyone as lines, and reduces in rank order or copies.
     OneShot,
-    /// Everyone reduces one part and gives the result to everyone, in rank order, through staging.
+    /// Everyone reduces one part in rank order, or has it, and gives it to everyone through staging.
     TwoShot,
-    /// Reduce-scatter and all-gather around a ring, through slots.
+    /// Reduce-scatter and all-gather around a ring, through slots; all-reduce only.
     Ring,
 }
 
 impl Algorithm {
     pub const ALL: [Algorithm; 3] = [Algorithm::OneShot, Algorithm::TwoShot, Algorithm::Ring];
+    /// What all-gather and broadcast have.
+    pub const MOVES: [Algorithm; 2] = [Algorithm::OneShot, Algorithm::TwoShot];
 
     /// The name in `NCCL_ALGO`.
     pub fn name(self) -> &'static str {
@@ -49,12 +51,20 @@ impl Algorithm {
     }
 }
 
+/// Algorithms by collective.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Allowed {
+    pub all_reduce: Vec<Algorithm>,
+    pub all_gather: Vec<Algorithm>,
+    pub broadcast: Vec<Algorithm>,
+}
+
 /// What the planner knows besides the call; the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Profile {
     pub ranks: u32,
-    /// Algorithms that `NCCL_ALGO` and `NCCL_PROTO` allow.
-    pub allowed: Vec<Algorithm>,
+    /// Algorithms that `NCCL_ALGO` and `NCCL_PROTO` allow, by collective.
+    pub allowed: Allowed,
     /// Channels of a ring at most (each one block).
     pub channels: u32,
     /// A channel is worth having from this many bytes.
@@ -63,11 +73,12 @@ pub struct Profile {
     pub slots: u32,
     /// Lines of one region of the one-shot area; a line carries 8 bytes.
     pub lines: u32,
-    /// Largest message that one-shot wins.
+    /// Largest message that one-shot wins, as an all-reduce and as a move; in an all-gather of one rank.
     pub one_shot_bytes: u64,
-    /// Blocks and threads of the one-shot kernel at most.
+    pub one_shot_move_bytes: u64,
+    /// Blocks and threads of the one-shot kernels at most.
     pub one_shot_blocks: u32,
-    /// Blocks of the two-shot kernel at most; each is worth having from `two_shot_block_bytes` on.
+    /// Blocks of the two-shot kernels at most; each is worth having from `two_shot_block_bytes` on.
     pub two_shot_blocks: u32,
     pub two_shot_block_bytes: u64,
     pub two_shot_slot_bytes: u64,
@@ -78,7 +89,7 @@ impl Profile {
     /// The most blocks that any kernel of a rank has.
     pub fn most_blocks(&self) -> u32 {
         match self.ranks {
-            1 => self.channels,
+            1 => self.channels.max(self.two_shot_blocks),
             _ => self.channels.max(self.one_shot_blocks).max(self.two_shot_blocks),
         }
     }

@@ -23,39 +23,8 @@ struct Walk<'a> {
     outputs: Vec<HashMap<u8, Value>>,
 }
 
-/// What every rank's output chunk must hold: each rank's input so often, finished so often.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Expected {
-    /// Every rank's input once, finished once.
-    AllReduce,
-    /// In chunk c the input of rank c.
-    AllGather,
-    /// The input of one rank.
-    Broadcast { root: usize },
-}
-
-impl Expected {
-    fn value(self, ranks: usize, chunk: u8) -> Value {
-        let only = |rank| (0..ranks).map(|other| u32::from(other == rank)).collect();
-        match self {
-            Expected::AllReduce => Value {
-                contributions: vec![1; ranks],
-                finished: 1,
-            },
-            Expected::AllGather => Value {
-                contributions: only(usize::from(chunk)),
-                finished: 0,
-            },
-            Expected::Broadcast { root } => Value {
-                contributions: only(root),
-                finished: 0,
-            },
-        }
-    }
-}
-
 /// Checks the programs of all ranks over `iterations` with `slots` slots a link.
-pub fn check(programs: &[Program], expected: Expected, slots: u32, iterations: usize) -> Result<(), String> {
+pub fn check(programs: &[Program], slots: u32, iterations: usize) -> Result<(), String> {
     let ranks = programs.len();
     let mut walk = Walk {
         programs,
@@ -72,7 +41,7 @@ pub fn check(programs: &[Program], expected: Expected, slots: u32, iterations: u
                 *at += 1;
                 moved = true;
                 if *at % length == 0 {
-                    walk.check_outputs(rank, expected)?;
+                    walk.check_outputs(rank)?;
                 }
             }
         }
@@ -143,11 +112,15 @@ impl Walk<'_> {
         Ok(true)
     }
 
-    fn check_outputs(&mut self, rank: usize, expected: Expected) -> Result<(), String> {
+    fn check_outputs(&mut self, rank: usize) -> Result<(), String> {
         let outputs = std::mem::take(&mut self.outputs[rank]);
+        let expected = Value {
+            contributions: vec![1; self.programs.len()],
+            finished: 1,
+        };
         for chunk in 0..self.programs[rank].chunks as u8 {
             match outputs.get(&chunk) {
-                Some(value) if *value == expected.value(self.programs.len(), chunk) => {}
+                Some(value) if *value == expected => {}
                 other => return Err(format!("rank {rank} ends with chunk {chunk} as {other:?}")),
             }
         }
@@ -157,42 +130,31 @@ impl Walk<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ring_all_gather, ring_all_reduce, ring_broadcast};
+    use super::super::ring_all_reduce;
     use super::*;
 
     fn ring(ranks: u32) -> Vec<Program> {
         (0..ranks).map(|rank| ring_all_reduce(ranks, rank)).collect()
     }
 
-    fn proves(programs: &[Program], expected: Expected) {
-        let ranks = programs.len();
-        let needed = programs[0].slots_needed;
-        for slots in needed..needed + 3 {
-            check(programs, expected, slots, 3)
-                .unwrap_or_else(|error| panic!("{expected:?} of {ranks} ranks: {error}"));
-        }
-        if needed > 0 {
-            let stuck = check(programs, expected, needed - 1, 3).unwrap_err();
-            assert!(stuck.contains("is stuck at step"), "{stuck}");
-        }
-    }
-
     #[test]
     fn every_program_makes_progress_with_the_slots_it_needs_and_not_with_fewer() {
         for ranks in 1..=16 {
-            proves(&ring(ranks), Expected::AllReduce);
-            let all_gather: Vec<Program> = (0..ranks).map(|rank| ring_all_gather(ranks, rank)).collect();
-            proves(&all_gather, Expected::AllGather);
-            for root in 0..ranks {
-                let broadcast: Vec<Program> = (0..ranks).map(|rank| ring_broadcast(ranks, rank, root)).collect();
-                proves(&broadcast, Expected::Broadcast { root: root as usize });
+            let programs = ring(ranks);
+            let needed = programs[0].slots_needed;
+            for slots in needed..needed + 3 {
+                check(&programs, slots, 3).unwrap_or_else(|error| panic!("{ranks} ranks: {error}"));
+            }
+            if needed > 0 {
+                let stuck = check(&programs, needed - 1, 3).unwrap_err();
+                assert!(stuck.contains("is stuck at step"), "{stuck}");
             }
         }
     }
 
     #[test]
     fn the_checker_sees_a_missing_step_a_double_contribution_and_a_wrong_chunk() {
-        let check = |programs: &[Program]| check(programs, Expected::AllReduce, 4, 1);
+        let check = |programs: &[Program]| check(programs, 4, 1);
         let mut programs = ring(4);
         programs[2].steps.pop();
         assert!(check(&programs).is_err());

@@ -1,5 +1,4 @@
-//! Programs around a ring of the ranks in order: rank r sends to r + 1 and receives from r - 1, in all of them, so that
-//! they can follow each other on the same links.
+//! The program around a ring of the ranks in order: rank r sends to r + 1 and receives from r - 1.
 //!
 //! All-reduce is a reduce-scatter, then an all-gather. Rank r first sends its own part of chunk r to r + 1;
 //! in step s it takes chunk r - s from r - 1 and adds its own part. After ranks - 1 steps chunk c is complete at rank
@@ -35,32 +34,6 @@ pub fn all_reduce(ranks: u32, rank: u32) -> Program {
     program(ranks, rank, ranks, 2, steps.collect())
 }
 
-/// The all-gather: chunk c is the block of rank c, which every rank stores and passes on until it has come round.
-pub fn all_gather(ranks: u32, rank: u32) -> Program {
-    let steps = (0..ranks).map(|step| {
-        let flags = match step {
-            _ if ranks == 1 => LOAD | STORE,
-            0 => LOAD | SEND | STORE,
-            s if s < ranks - 1 => RECV | SEND | STORE,
-            _ => RECV | STORE,
-        };
-        step_of(flags, (rank + ranks - step) % ranks)
-    });
-    // Two ranks have no step that receives and sends.
-    program(ranks, rank, ranks, ranks.clamp(1, 3) - 1, steps.collect())
-}
-
-/// The broadcast from `root`: a chain around the ring that ends before the root.
-pub fn broadcast(ranks: u32, rank: u32, root: u32) -> Program {
-    let flags = match (rank + ranks - root) % ranks {
-        _ if ranks == 1 => LOAD | STORE,
-        0 => LOAD | SEND | STORE,
-        place if place < ranks - 1 => RECV | SEND | STORE,
-        _ => RECV | STORE,
-    };
-    program(ranks, rank, 1, u32::from(ranks > 1), vec![step_of(flags, 0)])
-}
-
 fn step_of(flags: StepFlags, chunk: u32) -> Step {
     Step {
         flags,
@@ -89,13 +62,13 @@ mod tests {
     /// The rows that the proof of order reads: ci/mutate has no Rust in it.
     fn table() -> String {
         let mut text = String::from(
-            "# What src/plan/ring.rs makes; its test compares. Name, ranks, rank, root, chunks, slots needed, peer that is\n\
-             # sent to, peer that is received from, steps as flags:chunk.\n",
+            "# What src/plan/ring.rs makes; its test compares. Name, ranks, rank, chunks, slots needed, peer that is sent to,\n\
+             # peer that is received from, steps as flags:chunk.\n",
         );
-        let mut row = |name: &str, ranks: u32, rank: u32, root: u32, program: &Program| {
+        let mut row = |name: &str, ranks: u32, rank: u32, program: &Program| {
             let (chunks, slots, send, recv) =
                 (program.chunks, program.slots_needed, program.sends[0], program.recvs[0]);
-            let _ = write!(text, "{name} {ranks} {rank} {root} {chunks} {slots} {send} {recv} ");
+            let _ = write!(text, "{name} {ranks} {rank} {chunks} {slots} {send} {recv} ");
             let steps: Vec<String> = program
                 .steps
                 .iter()
@@ -106,11 +79,7 @@ mod tests {
         };
         for ranks in 2..=4 {
             for rank in 0..ranks {
-                row("all_reduce", ranks, rank, 0, &all_reduce(ranks, rank));
-                row("all_gather", ranks, rank, 0, &all_gather(ranks, rank));
-                for root in 0..ranks {
-                    row("broadcast", ranks, rank, root, &broadcast(ranks, rank, root));
-                }
+                row("all_reduce", ranks, rank, &all_reduce(ranks, rank));
             }
         }
         text

@@ -200,18 +200,19 @@ CALL(cuPointerGetAttributes(unsigned count, int *names, void **values, u64 point
     return 0;
 }
 
-/* Streams by handle: 0x50C and 0x50D in capture 7, 0x50F in a broken one, 0x50E beside one, 0x50B no stream, 0x501 of
+/* Streams by handle: from 0x520 on the library's own, 0x50C and 0x50D in capture 7, 0x50F in a broken one, 0x50E beside one, 0x50B no stream, 0x501 of
  * GPU 1, 0x506 of a green context. */
 CALL(cuStreamCreateWithPriority(void **stream, unsigned flags, int priority))
-    *stream = (void *)0x500;
-    return flags == 1 && priority == -5 ? 0 : UNKNOWN;
+    *stream = priority ? (void *)0x500 : (void *)(u64)(0x520 + fake_count(__func__));
+    return flags == 1 && (priority == -5 || (!priority && mode == 2)) && current() ? 0 : UNKNOWN;
 }
 CALL(cuStreamQuery(void *stream))
     if (stream != (void *)0x500 || !current() || mode != 2) return UNKNOWN;
     if (fake_stream_status) return fake_stream_status;
     return fake_not_ready > 0 && fake_not_ready-- ? NOT_READY : 0;
 }
-static int captured(void *stream) { return stream == (void *)0x50C || stream == (void *)0x50D; }
+void *fake_captured;                      /* one more stream in capture 7 */
+static int captured(void *stream) { return stream == (void *)0x50C || stream == (void *)0x50D || (stream && stream == fake_captured); }
 CALL(cuStreamGetCaptureInfo(void *stream, int *status, u64 *id, void **graph, void **dependencies, size_t *count))
     if (dependencies || count) return UNKNOWN;
     *status = captured(stream) ? 1 : stream == (void *)0x50F ? 2 : 0;
@@ -243,7 +244,7 @@ int fake_end_graph(void) {
     return 0;
 }
 CALL(cuStreamGetId(void *stream, u64 *id))
-    if (stream == (void *)0x50C || stream == (void *)0x50D) return 900;
+    if (captured(stream)) return 900;
     *id = (u64)stream + (u64)fake_generation * 0x10000; return 0; }
 CALL(cuStreamGetFlags(void *stream, unsigned *flags)) *flags = fake_stream_flags; return stream <= (void *)2 ? UNKNOWN : 0; }
 CALL(cuStreamGetCtx(void *stream, void **context))

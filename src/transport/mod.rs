@@ -43,9 +43,10 @@ impl Path {
 pub struct Reach {
     /// Equal for ranks of one process.
     pub process: u128,
-    /// The rank's device, and those whose memory its kernels can address too.
+    /// The rank's device, and those of its process whose memory its kernels cannot address. Of a GPU that the process does
+    /// not see (CUDA_VISIBLE_DEVICES) only the attempt can tell.
     pub device: [u8; 16],
-    pub peers: Vec<[u8; 16]>,
+    pub out_of_reach: Vec<[u8; 16]>,
     /// How the device's memory reaches other processes.
     pub sharing: Vec<Sharing>,
     pub p2p: bool,
@@ -64,7 +65,7 @@ impl Reach {
         Reach {
             process: inbox::process_token(),
             device: uuid,
-            peers: device.peers(),
+            out_of_reach: device.out_of_reach(),
             sharing: device.sharing(),
             p2p,
             shm,
@@ -76,11 +77,7 @@ impl Reach {
 /// sentence why there is none. Pure: every rank comes to the same answer.
 pub fn choose(reach: &[Reach]) -> Result<Vec<(Path, &'static str)>> {
     let one_process = reach.iter().all(|r| r.process == reach[0].process);
-    let addresses = |r: &Reach| {
-        reach
-            .iter()
-            .all(|other| other.device == r.device || r.peers.contains(&other.device))
-    };
+    let addresses = |r: &Reach| reach.iter().all(|other| !r.out_of_reach.contains(&other.device));
     let in_reach = reach.iter().all(addresses);
     let p2p = reach.iter().all(|r| r.p2p);
     if one_process && in_reach && p2p {
@@ -89,13 +86,11 @@ pub fn choose(reach: &[Reach]) -> Result<Vec<(Path, &'static str)>> {
     let mut paths = Vec::new();
     let obstacle = match (p2p, in_reach) {
         (false, _) => "P2P is disabled by NCCL_P2P_DISABLE or NCCL_P2P_LEVEL",
-        (true, false) => {
-            "the GPUs cannot address each other's memory, or a process does not see all of them (CUDA_VISIBLE_DEVICES)"
-        }
+        (true, false) => "the GPUs cannot address each other's memory",
         (true, true) => {
             let ways = [Sharing::Handles, Sharing::Ipc].into_iter();
             let common = ways.filter(|way| reach.iter().all(|r| r.sharing.contains(way)));
-            paths.extend(common.map(|way| (Path::P2pShared(way), "all GPUs can address each other's memory")));
+            paths.extend(common.map(|way| (Path::P2pShared(way), "no GPU is known to be out of reach")));
             "ranks are in several processes, whose devices share host memory only"
         }
     };
@@ -120,7 +115,7 @@ mod tests {
         Reach {
             process,
             device: [0; 16],
-            peers: vec![],
+            out_of_reach: vec![],
             sharing: vec![],
             p2p,
             shm,
@@ -140,15 +135,12 @@ mod tests {
             device: [1; 16],
             ..rank(1, true, true)
         };
-        assert_eq!(paths(&[rank(1, true, true), far.clone()]), Ok(vec![Path::Shm]));
-        let near = |reach: Reach, peer| Reach {
-            peers: vec![[peer; 16]],
-            ..reach
+        assert_eq!(paths(&[rank(1, true, true), far.clone()]), Ok(vec![Path::P2p]));
+        let blind = Reach {
+            out_of_reach: vec![[1; 16]],
+            ..rank(1, true, true)
         };
-        assert_eq!(
-            paths(&[near(rank(1, true, true), 1), near(far, 0)]),
-            Ok(vec![Path::P2p])
-        );
+        assert_eq!(paths(&[blind, far]), Ok(vec![Path::Shm]));
         let none = paths(&[rank(1, true, true), rank(2, true, false)]).unwrap_err();
         assert!(
             none.text.contains("rank 1") && none.text.contains("NCCL_SHM_DISABLE"),
@@ -160,7 +152,6 @@ mod tests {
     fn processes_share_device_memory_in_the_best_way_that_all_have() {
         let shares = |process, device: u8, ways: &[Sharing]| Reach {
             device: [device; 16],
-            peers: vec![[1 - device; 16]],
             sharing: ways.to_vec(),
             ..rank(process, true, true)
         };
@@ -176,7 +167,7 @@ mod tests {
             paths(&reach)
         };
         assert_eq!(changed(|r| r.p2p = false), Ok(vec![Path::Shm]));
-        assert_eq!(changed(|r| r.peers.clear()), Ok(vec![Path::Shm]));
+        assert_eq!(changed(|r| r.out_of_reach = vec![[0; 16]]), Ok(vec![Path::Shm]));
         assert_eq!(changed(|r| r.sharing.clear()), Ok(vec![Path::Shm]));
         assert_eq!(changed(|r| r.shm = false), Ok(vec![handles, ipc]));
     }

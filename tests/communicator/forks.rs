@@ -1,9 +1,11 @@
 //! Children that are forked without exec, as a data loader makes them: what they keep, and what they can do.
 
 use crate::processes::{check_success, hex, run_role, text, unhex, Role};
-use crate::ranks::{check_all, code, contribution, join, make, new_id, pause, still_works, LIMIT, POISON};
+use crate::ranks::{
+    check_all, check_pair, code, contribution, join, make, new_id, pause, still_works, still_works_in_one_thread,
+    LIMIT, POISON,
+};
 use nccl::error::Code;
-use nccl::group;
 use std::fs::File;
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,13 +76,7 @@ fn a_forked_child_does_not_hide_that_its_parent_was_killed() {
 /// wait in must not be in the way of the child's own communicators.
 pub(crate) fn fork_beside_idle_threads() {
     let comms = make(2);
-    let mut recv = [[POISON]; 2];
-    group::start().unwrap();
-    for (comm, recv) in comms.iter().zip(&mut recv) {
-        comm.submit(&[1], recv).unwrap();
-    }
-    group::end().unwrap();
-    assert_eq!(recv, [[2]; 2]);
+    check_pair(&comms);
     for _ in 0..20 {
         // SAFETY: no other thread of this process is inside an allocation or a call now; the child leaves by _exit.
         let child = unsafe { libc::fork() };
@@ -97,15 +93,17 @@ pub(crate) fn fork_beside_idle_threads() {
     comms.into_iter().for_each(|comm| comm.destroy().unwrap());
 }
 
-/// The fork may come while another thread holds any of the library's locks.
+/// The fork may come while another thread holds any of the library's locks, or one that std has for its threads, which
+/// `start_and_end` takes. So the child itself starts no thread of std's.
 pub(crate) fn fork_beside_inits() {
     // What the tests themselves set up once is done before.
     still_works();
     let stop = Arc::new(AtomicBool::new(false));
-    let makers = [stop.clone(), stop.clone()].map(|stop| {
+    let others = [still_works, still_works, start_and_end, start_and_end].map(|act| {
+        let stop = stop.clone();
         std::thread::spawn(move || {
             while !stop.load(Ordering::Relaxed) {
-                still_works();
+                act();
             }
         })
     });
@@ -115,7 +113,7 @@ pub(crate) fn fork_beside_inits() {
         if child == 0 {
             // SAFETY: a child that hangs is ended by the signal, which its parent sees.
             unsafe { libc::alarm(30) };
-            let made = catch_unwind(still_works).is_ok();
+            let made = catch_unwind(still_works_in_one_thread).is_ok();
             // SAFETY: ends the child without running anything of its parent's.
             unsafe { libc::_exit(if made { 0 } else { 3 }) };
         }
@@ -125,7 +123,11 @@ pub(crate) fn fork_beside_inits() {
         assert_eq!(status, 0, "a child could not make a communicator of its own");
     }
     stop.store(true, Ordering::Relaxed);
-    makers.into_iter().for_each(|maker| maker.join().unwrap());
+    others.into_iter().for_each(|other| other.join().unwrap());
+}
+
+fn start_and_end() {
+    std::thread::spawn(|| {}).join().unwrap();
 }
 
 /// The victim forks a child that sleeps, writes its number down and waits to be killed.

@@ -171,6 +171,26 @@ pub(crate) fn still_works() {
     comms.into_iter().for_each(|comm| comm.destroy().unwrap());
 }
 
+/// The sum of two ranks that this thread drives side by side.
+pub(crate) fn check_pair(comms: &[Comm]) {
+    let mut recv = [[POISON]; 2];
+    group::start().unwrap();
+    for (comm, recv) in comms.iter().zip(&mut recv) {
+        comm.submit(&[1], recv).unwrap();
+    }
+    group::end().unwrap();
+    assert_eq!(recv, [[2]; 2]);
+}
+
+/// As `still_works`, without a thread of the test's own.
+pub(crate) fn still_works_in_one_thread() {
+    let id = new_id();
+    let comms = [0, 1].map(|rank| init(id, 2, rank, false).unwrap().0);
+    comms.iter().for_each(|comm| comm.await_ready());
+    check_pair(&comms);
+    comms.into_iter().for_each(|comm| comm.destroy().unwrap());
+}
+
 pub(crate) fn code<T>(result: Result<T>) -> Option<Code> {
     result.err().map(|error| error.code)
 }

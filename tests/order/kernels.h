@@ -7,9 +7,9 @@ namespace ossicle::model {
 // All programs of programs.txt, read once.
 inline std::vector<PlannedProgram> planned;
 
-inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint32_t rank, uint32_t root) {
+inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint32_t rank) {
   for (const PlannedProgram& p : planned) {
-    if (p.name == name && p.ranks == ranks && p.rank == rank && p.root == root) return p;
+    if (p.name == name && p.ranks == ranks && p.rank == rank) return p;
   }
   found("programs.txt lacks a program");
 }
@@ -19,7 +19,7 @@ inline Link link_to(Rank& receiver, Rank& sender, uint32_t peer) {
 }
 
 inline void prepare_program(World& world, uint32_t rank, const Op& op) {
-  const PlannedProgram& plan = planned_for(op.kernel->name, world.ranks, rank, op.root);
+  const PlannedProgram& plan = planned_for(op.kernel->name, world.ranks, rank);
   if (world.slots < plan.slots_needed) found("too few slots for a program");
   Rank& me = world.rank[rank];
   ProgramWork& work = me.program;
@@ -34,9 +34,9 @@ inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   work.slots = world.slots;
   work.channels = op.blocks;
   work.ranks = world.ranks;
+  work.zero_copy = world.zero_copy;
   work.chunks = plan.chunks;
   work.steps = static_cast<uint32_t>(plan.steps.size());
-  work.output_stride = op.kernel->outputs(world, op) == op.count ? 0 : op.count;
   work.send[0] = link_to(world.rank[plan.send], me, plan.send);
   work.recv[0] = link_to(me, world.rank[plan.recv], plan.recv);
   std::copy(plan.steps.begin(), plan.steps.end(), work.step);
@@ -60,6 +60,8 @@ inline void prepare_one_shot(World& world, uint32_t rank, const Op& op) {
   work.rank = rank;
   work.ranks = world.ranks;
   work.lines = world.lines;
+  work.zero_copy = world.zero_copy;
+  work.root = op.root;
   for (uint32_t r = 0; r < world.ranks; ++r) work.area[r] = world.rank[r].area;
 }
 
@@ -82,10 +84,10 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
   work.rank = rank;
   work.ranks = world.ranks;
   work.most_blocks = BLOCKS;
-  work.may_lend = 1;
+  work.root = op.root;
+  work.zero_copy = world.zero_copy;
+  work.lends = op.lends[rank];
   for (uint32_t r = 0; r < world.ranks; ++r) {
-    if (r != rank && (op.lends[rank] & LENDS_INPUT) != 0) work.lent_input[r] = work.input;
-    if (r != rank && (op.lends[rank] & LENDS_OUTPUT) != 0) work.lent_output[r] = work.output;
     work.slots[r] = world.rank[r].staging;
     work.counters[r] = world.rank[r].counters;
   }
@@ -94,6 +96,24 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
 inline void run_two_shot(World& world, uint32_t rank, const Op& op, const Block& block) {
   if (op.floats) two_shot<float, Sum>(block, world.rank[rank].two_shot);
   else two_shot<int32_t, Sum>(block, world.rank[rank].two_shot);
+}
+
+inline void prepare_one_shot_move(World& world, uint32_t rank, const Op& op) {
+  prepare_one_shot(world, rank, op);
+  world.rank[rank].one_shot.count = uint64_t(op.count) * 4;
+}
+
+inline void run_one_shot_move(World& world, uint32_t rank, const Op&, const Block& block) {
+  one_shot_move(block, world.rank[rank].one_shot);
+}
+
+inline void prepare_two_shot_move(World& world, uint32_t rank, const Op& op) {
+  prepare_two_shot(world, rank, op);
+  world.rank[rank].two_shot.count = uint64_t(op.count) * 4;
+}
+
+inline void run_two_shot_move(World& world, uint32_t rank, const Op&, const Block& block) {
+  two_shot_move(block, world.rank[rank].two_shot);
 }
 
 inline uint32_t one_part(const World&, const Op& op) { return op.count; }
@@ -109,11 +129,13 @@ inline uint32_t of_root(const World&, const Op& op, uint32_t i) { return input_o
 
 inline const std::vector<Kernel>& kernels() {
   static const std::vector<Kernel> all{
-      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false, false},
-      {"all_gather", prepare_program, run_program, part_a_rank, gathered, false, false},
-      {"broadcast", prepare_program, run_program, one_part, of_root, false, false},
-      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false, true},
-      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true, false},
+      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false, false, false},
+      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false, false, true},
+      {"two_shot_gather", prepare_two_shot_move, run_two_shot_move, part_a_rank, gathered, false, false, false},
+      {"two_shot_broadcast", prepare_two_shot_move, run_two_shot_move, one_part, of_root, false, true, false},
+      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true, false, false},
+      {"one_shot_gather", prepare_one_shot_move, run_one_shot_move, part_a_rank, gathered, true, false, false},
+      {"one_shot_broadcast", prepare_one_shot_move, run_one_shot_move, one_part, of_root, true, true, false},
   };
   return all;
 }

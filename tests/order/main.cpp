@@ -27,7 +27,7 @@ std::vector<PlannedProgram> read_programs(const char* path) {
     if (line.empty() || line[0] == '#') continue;
     std::istringstream row(line);
     PlannedProgram p;
-    row >> p.name >> p.ranks >> p.rank >> p.root >> p.chunks >> p.slots_needed >> p.send >> p.recv;
+    row >> p.name >> p.ranks >> p.rank >> p.chunks >> p.slots_needed >> p.send >> p.recv;
     uint32_t flags, chunk;
     for (char colon; row >> flags >> colon >> chunk;) p.steps.push_back(Step{uint8_t(flags), 0, 0, uint8_t(chunk)});
     programs.push_back(p);
@@ -40,6 +40,7 @@ World make_world(Random& random) {
   world.ranks = 2 + random.below(RANKS - 1);
   world.slots = 2 + random.below(2);
   world.slot_bytes = 32u << random.below(3);
+  world.zero_copy = random.one_in(3) ? 0 : 1;
   world.rank.reset(new Rank[world.ranks]());
   const bool clears = random.one_in(3);
   const uint64_t base = random.below(5), epoch = clears ? CLEAR_PERIOD - 1 - random.below(2) : random.below(4);
@@ -73,14 +74,14 @@ World make_world(Random& random) {
       world.lines = std::max(world.lines, lines);
       op.blocks = std::min(op.blocks, (lines + op.threads - 1) / op.threads);
     }
-    op.root = std::string(op.kernel->name) == "broadcast" ? random.below(world.ranks) : 0;
+    op.root = op.kernel->rooted ? random.below(world.ranks) : NO_ROOT;
     op.offset = random.one_in(4) ? 1 : 0;
     op.floats = random.one_in(2);
     if (op.kernel->lends) {
       // All, none, or any mix.
       const uint32_t like = random.below(3);
       for (uint32_t r = 0; r < world.ranks; ++r) {
-        op.lends[r] = uint8_t(like == 0 ? LENDS_INPUT | LENDS_OUTPUT : like == 1 ? 0 : random.below(4));
+        if (world.zero_copy) op.lends[r] = uint8_t(like == 0 ? LENDS_INPUT | LENDS_OUTPUT : like == 1 ? 0 : random.below(4));
         op.in_place[r] = random.one_in(3);
         op.shifted[r] = random.one_in(8);
       }
@@ -103,7 +104,10 @@ void check_fault(const World& world, uint32_t r, const Op& op, uint64_t& known) 
   const uint64_t cause = memory->load(&fault.cause, 4, Kind::RELAXED);
   const uint64_t peer = memory->load(&fault.peer, 4, Kind::RELAXED);
   const uint64_t channel = memory->load(&fault.channel, 4, Kind::RELAXED);
-  const bool right = ordinal + 1 == sequence && ordinal == op.number && waited > 0 && cause == FAULT_LATE &&
+  // What the peer had started by then: no more than what it has by now.
+  const uint64_t peer_started = memory->load(&fault.peer_started, 8, Kind::RELAXED);
+  const bool started = peer >= world.ranks || peer_started <= world.rank[peer].started;
+  const bool right = started && ordinal + 1 == sequence && ordinal == op.number && waited > 0 && cause == FAULT_LATE &&
                      peer < world.ranks && peer != r && channel < op.blocks;
   if (!right) found("a fault record with wrong contents");
 }

@@ -3,8 +3,10 @@
 #pragma once
 #include <string>
 #include "collective/one_shot.h"
+#include "collective/one_shot_move.h"
 #include "collective/program.h"
-#include "collective/two_shot.h"
+#include "collective/two_shot_direct.h"
+#include "collective/two_shot_move.h"
 
 namespace ossicle::model {
 
@@ -29,8 +31,6 @@ struct Op {
   uint32_t offset_of(uint32_t rank) const { return offset + (shifted[rank] ? 1 : 0); }
 };
 
-enum Lends : uint8_t { LENDS_INPUT = 1, LENDS_OUTPUT = 2 };
-
 // A kernel under test. To add one: give it a `prepare` that fills its work struct in Rank, a `body` that runs it as one
 // thread, and what it must compute; put it in kernels() of kernels.h, its work struct into Rank, its staging memory and
 // flags into Rank and World, and its sites into cuda/core/sites.h. ci/mutate finds the sites there.
@@ -43,6 +43,8 @@ struct Kernel {
   uint32_t (*expected)(const struct World& world, const Op& op, uint32_t i);
   // Its data goes as lines: no block is without one (src/plan/choose.rs), and the line epoch counts.
   bool lines;
+  // One rank's data goes to all.
+  bool rooted;
   // Ranks may lend each other their buffers.
   bool lends;
 };
@@ -50,7 +52,7 @@ struct Kernel {
 // A row of programs.txt: what plan/ makes for one rank.
 struct PlannedProgram {
   std::string name;
-  uint32_t ranks, rank, root, chunks, slots_needed, send, recv;
+  uint32_t ranks, rank, chunks, slots_needed, send, recv;
   std::vector<Step> steps;
 };
 
@@ -73,7 +75,7 @@ struct alignas(128) Rank {
 };
 
 struct World {
-  uint32_t ranks, slots, slot_bytes;
+  uint32_t ranks, slots, slot_bytes, zero_copy;
   uint32_t lines;  // of a region: what the longest operation needs
   std::vector<Op> ops;
   // The last operation lacks a rank and is stopped.

@@ -184,6 +184,7 @@ struct CudaDevice {
     known_ranges: pointers::KnownRanges,
     known_streams: streams::KnownStreams,
     events: streams::Events,
+    side_streams: streams::SideStreams,
     /// None where the interface is not there, or switched off.
     virtual_memory: Option<virtual_memory::VirtualMemory>,
 }
@@ -242,6 +243,7 @@ impl CudaDevice {
             known_ranges: pointers::KnownRanges::default(),
             known_streams: streams::KnownStreams::default(),
             events: streams::Events::default(),
+            side_streams: streams::SideStreams::default(),
             virtual_memory: virtual_memory::VirtualMemory::of_device(driver, ordinal, device_count(driver)?)?,
         };
         // The driver's own kernel for zeroing is loaded like any other at its first use: now, while none spins.
@@ -375,8 +377,8 @@ impl Device for CudaDevice {
         self.gpu.clone()
     }
 
-    fn peers(&self) -> Vec<[u8; 16]> {
-        self.reachable_peers()
+    fn out_of_reach(&self) -> Vec<[u8; 16]> {
+        self.unreachable_peers()
     }
 
     fn open_peer(&self, uuid: [u8; 16]) -> Result<()> {
@@ -506,6 +508,14 @@ impl Device for CudaDevice {
 
     fn unmark(&self, mark: Mark) {
         self.events.give_back(mark);
+    }
+
+    fn side_stream(&self, _beside: *mut c_void) -> Result<*mut c_void> {
+        self.side()
+    }
+
+    fn give_side_stream_back(&self, stream: *mut c_void) {
+        self.side_streams.give_back(stream);
     }
 
     fn keep_for_graph(&self, stream: *mut c_void, kept: Arc<dyn Any + Send + Sync>) -> Result<()> {

@@ -8,7 +8,7 @@ use super::CudaDevice;
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CUdeviceptr, CallResult, Driver, Failure};
 use cudarc::driver::sys::{CUresult, CUstream_flags, CUstream_st};
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
 use std::time::{Duration, Instant};
 
 const ZEROING_TIMEOUT: Duration = Duration::from_secs(20);
@@ -21,10 +21,15 @@ pub(super) fn create(driver: &Driver) -> CallResult<Handle<CUstream_st>> {
     let (mut least, mut greatest) = (0, 0);
     // SAFETY: writes two ints.
     unsafe { driver.call.cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }?;
+    non_blocking(driver, greatest)
+}
+
+/// A context is current.
+pub(super) fn non_blocking(driver: &Driver, priority: c_int) -> CallResult<Handle<CUstream_st>> {
     let mut stream = std::ptr::null_mut();
     let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
     // SAFETY: writes one handle.
-    unsafe { driver.call.cuStreamCreateWithPriority(&mut stream, flags, greatest) }?;
+    unsafe { driver.call.cuStreamCreateWithPriority(&mut stream, flags, priority) }?;
     Ok(Handle(stream))
 }
 

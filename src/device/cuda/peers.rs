@@ -12,10 +12,10 @@ use crate::sys::cuda::{CUdevice, CallResult};
 use cudarc::driver::sys::CUresult;
 
 impl CudaDevice {
-    /// A GPU that the driver tells nothing of is left out: ranks there are reached through host memory.
-    pub(super) fn reachable_peers(&self) -> Vec<[u8; 16]> {
+    /// A GPU of which the driver does not tell counts as one that cannot be addressed.
+    pub(super) fn unreachable_peers(&self) -> Vec<[u8; 16]> {
         self.others()
-            .filter(|peer| can_access(self.driver, self.ordinal, *peer).unwrap_or(false))
+            .filter(|peer| !can_access(self.driver, self.ordinal, *peer).unwrap_or(false))
             .filter_map(|peer| uuid(self.driver, device_handle(self.driver, peer).ok()?).ok())
             .collect()
     }

@@ -10,7 +10,7 @@
 //! and wait become an edge of the graph.
 
 use super::context::{self, Handle, RelaxedCapture, Scope};
-use super::CudaDevice;
+use super::{own_stream, CudaDevice};
 use crate::device::{Mark, StreamKey, LEGACY_STREAM_KEY};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CallResult, Failure};
@@ -36,6 +36,22 @@ impl Events {
         self.idle.lock().push(mark);
     }
 }
+
+/// Streams of the library's own at rest. Kept and never destroyed: that waits for nothing, and one may be in a capture to
+/// the capture's end, which nobody tells.
+#[derive(Default)]
+pub(super) struct SideStreams {
+    idle: Mutex<Vec<Handle<CUstream_st>>>,
+}
+
+impl SideStreams {
+    pub(super) fn give_back(&self, stream: *mut c_void) {
+        self.idle.lock().push(Handle(stream.cast()));
+    }
+}
+
+/// As of a stream that was created without one.
+const USUAL_PRIORITY: c_int = 0;
 
 /// Keys of streams that were found to be this GPU's, by their ids: a direct-mapped table, read and written without a
 /// lock. An id names one stream for the life of the process, unlike a handle, so an entry stays true.
@@ -246,6 +262,19 @@ impl CudaDevice {
         }
     }
 
+    /// Non-blocking, so that a kernel that waits in the legacy stream does not hold it up.
+    pub(super) fn side(&self) -> Result<*mut c_void> {
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        let mut idle = self.side_streams.idle.lock();
+        let free = |stream: &Handle<CUstream_st>| matches!(self.capture(stream.0.cast()), Ok(None));
+        if let Some(place) = idle.iter().position(free) {
+            return Ok(idle.swap_remove(place).0.cast());
+        }
+        let stream = own_stream::non_blocking(self.driver, USUAL_PRIORITY)
+            .map_err(|failure| Error::from(failure).within(format!("a stream of the library's own on {}", self.gpu)))?;
+        Ok(stream.0.cast())
+    }
+
     fn create_event(&self) -> Result<Mark> {
         let _relaxed = RelaxedCapture::enter(self.driver)?;
         let mut event: CUevent = null_mut();
@@ -296,6 +325,33 @@ mod tests {
         assert_eq!(fake.count(c"cuEventCreate"), 1);
         assert_eq!((fake.ask(c"fake_depth"), fake.ask(c"fake_mode")), (0, 0));
     }
+    #[test]
+    fn side_streams_are_made_in_relaxed_mode_and_used_again_out_of_capture() {
+        let (fake, device) = fake_device("sides");
+        let beside = std::ptr::null_mut();
+        let made = fake.count(c"cuStreamCreateWithPriority");
+        let side = device.side_stream(beside).expect("a stream");
+        device.give_side_stream_back(side);
+        assert_eq!(device.side_stream(beside), Ok(side));
+        assert_eq!(fake.count(c"cuStreamCreateWithPriority"), made + 1);
+        device.give_side_stream_back(side);
+        fake.set(c"fake_captured", side);
+        let other = device.side_stream(beside).expect("another stream");
+        assert_ne!(other, side, "one that is in a capture is left alone");
+        fake.set(c"fake_captured", 0usize);
+        assert_eq!(device.side_stream(beside), Ok(side), "the capture has ended");
+        fake.set(c"fake_failing", c"cuStreamCreateWithPriority".as_ptr());
+        assert_refused(
+            device.side_stream(beside),
+            Code::UnhandledCudaError,
+            &[
+                "a stream of the library's own on GPU 0",
+                "cuStreamCreateWithPriority failed: 999",
+            ],
+        );
+        assert_eq!((fake.ask(c"fake_depth"), fake.ask(c"fake_mode")), (0, 0));
+    }
+
     #[test]
     fn streams_are_ordered_by_one_event_that_is_used_again() {
         let (fake, device) = fake_device("order");

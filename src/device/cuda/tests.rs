@@ -121,7 +121,7 @@ fn a_launch_passes_its_arguments_and_checks_their_size() {
     let as_trait: Arc<dyn Device> = device.clone();
     let mut launch = Launch {
         device: &as_trait,
-        kernel: Kernel {
+        kernel: Kernel::Reduction {
             family: crate::device::KernelFamily::OneShot,
             datatype: DataType::Bfloat16,
             op: ReduceOp::Avg,
@@ -141,7 +141,11 @@ fn a_launch_passes_its_arguments_and_checks_their_size() {
     assert_eq!(seen.bytes[..], arguments[..]);
     launch.arguments = &arguments[..63];
     assert_refused(device.launch(&launch), Code::InternalError, &["63 bytes", "64"]);
-    launch.kernel.op = ReduceOp::Prod;
+    launch.kernel = Kernel::Reduction {
+        family: crate::device::KernelFamily::OneShot,
+        datatype: DataType::Bfloat16,
+        op: ReduceOp::Prod,
+    };
     assert_refused(
         device.launch(&launch),
         Code::InternalError,
@@ -207,9 +211,8 @@ const RANGE: FakeRange = FakeRange {
 };
 
 fn check(device: &CudaDevice, pointer: u64, bytes: usize) -> Result<()> {
-    device
-        .check_pointer("sendbuff", pointer as *const c_void, bytes, false)
-        .map(drop)
+    let reached = device.check_pointer("sendbuff", pointer as *const c_void, bytes, false);
+    reached.map(drop)
 }
 
 #[test]
@@ -451,12 +454,12 @@ fn zeroing_is_polled_up_to_its_deadline() {
 }
 
 #[test]
-fn peers_are_the_other_gpus_within_reach() {
-    let (fake, device) = fake_device("peers");
-    assert_eq!(device.peers(), [[0x41; 16]]);
-    for trouble in [c"fake_no_access", c"fake_fail_access", c"fake_fail_uuid"] {
+fn other_gpus_are_out_of_reach_unless_the_driver_grants_access() {
+    let (fake, device) = fake_device("out_of_reach");
+    assert!(device.out_of_reach().is_empty());
+    for trouble in [c"fake_no_access", c"fake_fail_access"] {
         fake.set(trouble, 1i32);
-        assert!(device.peers().is_empty(), "{trouble:?}");
+        assert_eq!(device.out_of_reach(), [[0x41; 16]], "{trouble:?}");
         fake.set(trouble, 0i32);
     }
 }
@@ -503,19 +506,16 @@ fn freed_user_memory_is_trusted_by_no_device() {
     let pointer = device.allocate_user(3 << 20).expect("memory");
     let start = pointer as usize;
     for known in [&device, other] {
-        known
-            .known_ranges
-            .remember(start, start..start + (4 << 20), Devices::ALL);
-        known.known_ranges.remember(0x1000, 0x1000..0x2000, Devices::ALL);
-        assert!(known.known_ranges.find(start, 3 << 20).is_some());
+        let ranges = &known.known_ranges;
+        ranges.remember(start, start..start + (4 << 20), Devices::ALL);
+        ranges.remember(0x1000, 0x1000..0x2000, Devices::ALL);
+        assert!(ranges.find(start, 3 << 20).is_some());
     }
     device.free_user(pointer).expect("freed");
     for known in [&device, other] {
-        assert!(known.known_ranges.find(start, 1).is_none());
-        assert!(
-            known.known_ranges.find(0x1000, 1).is_some(),
-            "of others nothing is forgotten"
-        );
+        let ranges = &known.known_ranges;
+        assert!(ranges.find(start, 1).is_none());
+        assert!(ranges.find(0x1000, 1).is_some(), "of others nothing is forgotten");
     }
     assert_refused(
         device.check_pointer("sendbuff", pointer, 1, false).map(drop),

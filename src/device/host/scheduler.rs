@@ -18,14 +18,13 @@ use super::{run_blocks, HostKernel, Worker};
 use crate::device::StreamKey;
 use crate::error::{Error, Result};
 use crate::sys::condvar::Condvar;
-use crate::sys::thread;
+use crate::sys::thread::{self, Thread};
 use crate::warning;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How often the dispatcher looks at events that other schedulers or callers pass.
@@ -458,7 +457,7 @@ impl Shared {
 /// Streams and the threads that run them. Dropping it waits for what runs; what is queued then does not run any more.
 pub struct Scheduler {
     shared: Arc<Shared>,
-    dispatcher: Option<JoinHandle<()>>,
+    dispatcher: Option<Thread>,
 }
 
 impl Scheduler {
@@ -477,7 +476,7 @@ impl Scheduler {
             changed: Condvar::default(),
         });
         let dispatched = Arc::clone(&shared);
-        let dispatcher = thread::spawn("ossicle-streams", move || dispatch(&dispatched))
+        let dispatcher = thread::spawn(c"ossicle-streams", move || dispatch(&dispatched))
             .map_err(|error| Error::system(format!("cannot start a thread for streams: {error}")))?;
         Ok(Scheduler {
             shared,
@@ -505,7 +504,9 @@ impl Drop for Scheduler {
         self.shared.changed.notify_one();
         drop(state);
         // Its body does not panic: it moves entries and starts threads.
-        self.dispatcher.take().map(JoinHandle::join);
+        if let Some(dispatcher) = self.dispatcher.take() {
+            dispatcher.join();
+        }
         let ended = || Ok(self.shared.state.lock().running == 0);
         let ended = patiently(&self.shared, "a dropped scheduler's streams still run", ended);
         let runners = std::mem::take(&mut self.shared.state.lock().runners);

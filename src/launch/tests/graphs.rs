@@ -340,7 +340,6 @@ fn what_is_refused_leaves_a_capture_whole() {
         refused(twice(origin, &other), "captured into different CUDA graphs");
         refused(twice(origin, &eager), "captured into different CUDA graphs");
         refused(both(origin, &eager), "one is under CUDA graph capture");
-        refused(both(origin, origin), "use one stream");
         assert!(first.is_untouched(), "{word}");
     };
     attempts("before the first launch");
@@ -361,6 +360,97 @@ fn what_is_refused_leaves_a_capture_whole() {
     replay(&pairs, &graphs);
     finish(&pairs);
     check(&[first, second], "captured between refusals");
+}
+
+/// All ranks on one captured stream: branches of one graph, with no event of the user's. Eager groups on the same stream
+/// come in between, and a capture of another communicator is open meanwhile.
+#[test]
+fn ranks_of_one_group_share_a_captured_stream() {
+    for seed in seeds(6) {
+        let scheduler = Scheduler::new(seed).unwrap();
+        let number = 2 + (seed % 3) as u32;
+        let ranks = ranks(number, Algorithm::ALL[seed as usize % 3], 2);
+        let (stream, eager) = (scheduler.stream(), scheduler.stream());
+        let sums = sums::<5>(&ranks, seed);
+        let together = |sums: &[Sum], stream: &Stream| {
+            let calls = sums
+                .iter()
+                .flat_map(|sum| (0..number as usize).map(move |rank| (rank, sum)));
+            let calls: Vec<_> = calls
+                .map(|(rank, sum)| (&ranks.engines[rank], sum.request(rank, stream)))
+                .collect();
+            submit(&calls)
+        };
+        let alone = |rank: usize, stream: &Stream| call(&ranks, rank, &sums[4], stream);
+        let memories = memories(&ranks);
+        stream.begin_capture().unwrap();
+        together(&sums[..2], &stream).unwrap();
+        together(&sums[2..3], &stream).unwrap();
+        // Eager work takes no side stream that the capture has.
+        together(&sums[3..4], &eager).unwrap();
+        eager.synchronize().unwrap();
+        sums[3].check("eager beside a capture");
+        assert!(sums[..3].iter().all(Sum::is_untouched), "a capture runs nothing");
+        let graph = stream.end_capture().unwrap().instantiate();
+        // In different groups the second would wait behind the first: of no consequence for the capture.
+        stream.begin_capture().unwrap();
+        alone(0, &stream).unwrap();
+        refused(alone(1, &stream), "ranks 0 and 1 of one communicator use one stream");
+        drop(stream.end_capture().unwrap());
+        assert_eq!(
+            counts(&memories),
+            vec![2; number as usize],
+            "the graph keeps each rank's memory once"
+        );
+        for round in 0..4 {
+            let what = format!("seed {seed}, round {round}");
+            stream.launch(&graph).unwrap();
+            together(&sums[3..4], &stream).unwrap();
+            stream.launch(&graph).unwrap();
+            stream.synchronize().unwrap();
+            check(&sums[..4], &what);
+        }
+    }
+}
+
+/// A stream that is dropped under capture makes a launch fail when others of the group are in side streams already.
+#[test]
+fn a_group_that_fails_under_capture_leaves_no_branch_behind() {
+    let scheduler = Scheduler::new(1).unwrap();
+    let ranks = ranks(3, Algorithm::Ring, 1);
+    let (stream, dropped) = (scheduler.stream(), scheduler.stream());
+    let [before, sum, next] = sums::<3>(&ranks, 1);
+    stream.begin_capture().unwrap();
+    dropped.wait(&stream.record().unwrap()).unwrap();
+    let on = [&stream, &stream, &dropped];
+    let calls: Vec<_> = (0..3)
+        .map(|rank| (&ranks.engines[rank], before.request(rank, on[rank])))
+        .collect();
+    submit(&calls).unwrap();
+    stream.wait(&dropped.record().unwrap()).unwrap();
+    let works: Vec<Work> = (0..3)
+        .map(|rank| {
+            ranks.engines[rank]
+                .prepare(&sum.request(rank, on[rank]))
+                .unwrap()
+                .unwrap()
+        })
+        .collect();
+    let batch: Vec<Part> = ranks.engines.iter().zip(works.chunks(1)).collect();
+    let admitted = admit(&batch).unwrap();
+    drop(dropped);
+    assert!(admitted.launch().is_err());
+    assert!(stream.end_capture().is_ok(), "all branches are joined");
+    drop(batch);
+    let calls: Vec<_> = (0..3)
+        .map(|rank| (&ranks.engines[rank], next.request(rank, &stream)))
+        .collect();
+    stream.begin_capture().unwrap();
+    submit(&calls).unwrap();
+    let graph = stream.end_capture().unwrap().instantiate();
+    stream.launch(&graph).unwrap();
+    stream.synchronize().unwrap();
+    next.check("a capture after one that failed");
 }
 
 /// An eager operation that waited for a stream under capture would be drawn into the capture.

@@ -1,5 +1,6 @@
 //! Zero copy: every mix of ranks that lend and do not, and what an abort takes back.
 
+use super::moves::{check_broadcast, check_gather};
 use super::oracle::Patterns;
 use super::*;
 use std::sync::Barrier;
@@ -27,6 +28,29 @@ fn every_mix_of_direct_and_staged_buffers_gives_the_same_bits() {
     for ranks in [4, 8, 16] {
         for _ in 0..3 {
             check_all_types(&lenders(ranks, 2, patterns.next()), Order::Ranks, &[2, 255, 3001]);
+        }
+    }
+}
+
+/// All-reduces of every mix between moves, which go on with the same slots, counters and numbers of rounds.
+#[test]
+fn all_reduces_that_lend_mix_with_moves() {
+    let mut patterns = Patterns(11);
+    for ranks in [2, 3, 5] {
+        let mut engines = lenders(ranks, 2, 0);
+        for operation in 0..60 {
+            for engine in &mut engines {
+                let drawn = patterns.next() >> 20;
+                (engine.lending.input, engine.lending.output) = (drawn & 3 != 0, drawn & 12 != 0);
+            }
+            let count = 1 + patterns.next() as usize % 6000;
+            let mut bytes = || (0..count).map(|_| patterns.next() as u8).collect::<Vec<u8>>();
+            let inputs: Vec<Vec<u8>> = (0..ranks).map(|_| bytes()).collect();
+            match operation % 4 {
+                0 => check_gather(&engines, &inputs, operation % 3, operation % 2 == 0),
+                1 => check_broadcast(&engines, count % ranks as usize, &inputs, 0, operation % 2 == 0),
+                _ => check::<i32>(&engines, Order::Ranks, operation as u64, &[count]),
+            }
         }
     }
 }
@@ -62,7 +86,7 @@ fn what_is_lent_is_said_with_the_reason() {
         ),
         (
             lent(Path::P2p, 2, false, Devices::ALL),
-            "input staged, output staged: OSSICLE_ZERO_COPY is 0",
+            "input staged, output staged: OSSICLE_ZERO_COPY is not 1 on all ranks",
         ),
         (lent(Path::Shm, 2, true, Devices::ALL), "not all in one process"),
     ] {
@@ -78,8 +102,8 @@ fn an_aborted_rank_takes_back_what_it_lent() {
         let begun = Arc::new(Barrier::new(4));
         let mut threads = Vec::new();
         // Rank 2 never comes in half of the rounds, so that the others are in mid-operation.
-        for rank in 0..if round % 2 == 0 { 2 } else { 3 } {
-            let (engine, begun) = (engines[rank].clone(), begun.clone());
+        for (rank, engine) in engines.iter().enumerate().take(2 + round as usize % 2) {
+            let (engine, begun) = (engine.clone(), begun.clone());
             threads.push(std::thread::spawn(move || {
                 let mut buffer = vec![1f32; 20_000];
                 let request = Request {
@@ -95,7 +119,7 @@ fn an_aborted_rank_takes_back_what_it_lent() {
                 let mut ended = Ok(());
                 while ended.is_ok() {
                     let work = engine.prepare(&request).unwrap().unwrap();
-                    ended = launch(&[(&*engine, &[work])]);
+                    ended = admit(&[(&*engine, &[work])]).and_then(Admitted::launch);
                 }
                 drop(engine);
                 (rank, ended, buffer)
@@ -119,6 +143,22 @@ fn an_aborted_rank_takes_back_what_it_lent() {
             drop(buffer);
         }
     }
+}
+
+/// Without zero copy an abort is the rank's own affair: nobody else is stopped, nothing is waited for.
+#[test]
+fn without_zero_copy_an_abort_in_mid_operation_stops_nobody_else() {
+    let mut engines = lenders(2, 1, u64::MAX);
+    let device = engines[0].device.clone();
+    for engine in &mut engines {
+        engine.lending = Lending::new(device.as_ref(), Path::P2p, &[device.uuid(); 2], false);
+    }
+    // As if it were in mid-operation.
+    engines[0].launched.fetch_add(1, Ordering::SeqCst);
+    engines[0].stop(Stop::Abort);
+    assert!(engines[0].stopped() && !engines[1].stopped());
+    assert!(!engines[0].took_back.load(Ordering::SeqCst));
+    engines[0].launched.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// An abort that comes when all is done stops nobody else.

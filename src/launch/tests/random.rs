@@ -1,6 +1,6 @@
 //! Random programs of operations over streams, events, groups and graphs, against a model that runs them one by one.
 //!
-//! All ranks run one program, each in streams of its own. A program orders what shares a buffer by events of the
+//! All ranks run one program, each in streams of its own, or all in the same ones. A program orders what shares a buffer by events of the
 //! user's, and replays with all else of their communicators, as the library asks; the order of a communicator's eager
 //! operations, and of those in one graph, is the library's to keep.
 
@@ -248,7 +248,7 @@ struct Driver<'a, T> {
     rank: usize,
     count: usize,
     comms: &'a [Ranks],
-    streams: Vec<Stream>,
+    streams: Vec<Arc<Stream>>,
     buffers: Vec<Arc<Buffer<T>>>,
     uses: Table,
 }
@@ -334,10 +334,9 @@ impl<T: Element + Send + 'static> Drivers<'_, T> {
 
     /// The ranks that begin a capture, each for all ranks up to the next.
     fn heads(&self) -> Vec<Range<usize>> {
-        match self.one_graph {
-            true => std::iter::once(0..self.ranks.len()).collect(),
-            false => (0..self.ranks.len()).map(|rank| rank..rank + 1).collect(),
-        }
+        let number = self.ranks.len();
+        let each = if self.one_graph { number } else { 1 };
+        (0..number).step_by(each).map(|rank| rank..rank + each).collect()
     }
 
     fn capture(&mut self, groups: &[Group]) {
@@ -406,7 +405,10 @@ impl<T: Element + Send + 'static> Drivers<'_, T> {
 fn check<T: Element + Send + 'static>(seed: u64, elements: fn(&mut Patterns, usize) -> Vec<T>) {
     let mut patterns = Patterns(seed);
     let program = Program::draw(&mut patterns);
-    let (threads, one_graph) = (below(&mut patterns, 2) == 0, below(&mut patterns, 2) == 0);
+    let mut coin = || below(&mut patterns, 2) == 0;
+    let shared = coin();
+    // Ranks that share a stream come in one group, so that one thread drives them.
+    let (threads, one_graph) = (coin() && !shared, coin() || shared);
     let scheduler = Scheduler::new(patterns.next()).unwrap();
     let number = program.ranks as u32;
     let comms = [
@@ -420,11 +422,13 @@ fn check<T: Element + Send + 'static>(seed: u64, elements: fn(&mut Patterns, usi
         .iter()
         .map(|rank| rank.iter().map(|elements| Buffer::new(elements)).collect())
         .collect();
+    let streams = || (0..STREAMS).map(|_| Arc::new(scheduler.stream())).collect();
+    let same: Vec<Arc<Stream>> = streams();
     let driver = |rank: usize| Driver {
         rank,
         count: program.count,
         comms: &comms,
-        streams: (0..STREAMS).map(|_| scheduler.stream()).collect(),
+        streams: if shared { same.clone() } else { streams() },
         buffers: buffers[rank].clone(),
         uses: table(),
     };

@@ -4,7 +4,7 @@ use super::oracle::{self, Element, Order, Patterns};
 use super::{cluster, profile};
 use crate::device::host::Stream;
 use crate::error::Result;
-use crate::launch::{admit, launch, Algorithm, Engine, Part, Work};
+use crate::launch::{admit, Algorithm, Engine, Part, Work};
 use crate::request::{Collective, ReduceOp, Request};
 use crate::transport::Path;
 use std::cell::UnsafeCell;
@@ -33,6 +33,15 @@ pub(super) struct Buffer<T>(Box<[UnsafeCell<T>]>);
 
 // SAFETY: plain numbers; whoever uses them is ordered by streams, which is what these tests are about.
 unsafe impl<T: Send> Sync for Buffer<T> {}
+
+impl<T> Drop for Buffer<T> {
+    /// When a test fails, kernels may still run; what they write to must not become another test's.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::mem::forget(std::mem::take(&mut self.0));
+        }
+    }
+}
 
 impl<T: Element> Buffer<T> {
     pub(super) fn new(elements: &[T]) -> Arc<Buffer<T>> {
@@ -106,8 +115,7 @@ pub(super) fn submit(calls: &[(&Engine, Request)]) -> Result<()> {
         works[place].1.extend(engine.prepare(request)?);
     }
     let batch: Vec<Part> = works.iter().map(|(engine, works)| (*engine, &works[..])).collect();
-    admit(&batch)?;
-    launch(&batch)
+    admit(&batch)?.launch()
 }
 
 /// Inputs and outputs of one sum of all ranks, with what it must give.

@@ -138,17 +138,20 @@ fn an_abort_ends_what_runs_and_what_is_queued_behind_it() {
 }
 
 #[test]
-fn ranks_on_one_stream_are_refused_whatever_their_devices() {
+fn ranks_on_one_stream_in_different_groups_are_refused_whatever_their_devices() {
     let scheduler = Scheduler::new(1).unwrap();
     let ranks = ranks(2, Algorithm::Ring, 1);
     let own = streams(&scheduler, &ranks);
     let sums: Vec<Sum> = (0..20).map(|i| Sum::new(&ranks, 10, i)).collect();
     let call = |sum: &Sum, rank: usize, stream| submit(&[(&ranks.engines[rank], sum.request(rank, stream))]);
-    // Both calls of one group, then a call behind another rank's.
-    let both = [0, 1].map(|rank| (&ranks.engines[rank], sums[0].request(rank, &own[0])));
-    refused(submit(&both), "ranks 0 and 1 of one communicator use one stream");
+    // A call behind another rank's, by itself and in a group.
     call(&sums[0], 0, &own[0]).unwrap();
-    refused(call(&sums[0], 1, &own[0]), "use one stream");
+    refused(
+        call(&sums[0], 1, &own[0]),
+        "ranks 0 and 1 of one communicator use one stream",
+    );
+    let group = [(1, &sums[0]), (0, &sums[1])].map(|(rank, sum)| (&ranks.engines[rank], sum.request(rank, &own[0])));
+    refused(submit(&group), "ranks 0 and 1 of one communicator use one stream");
     call(&sums[0], 1, &own[1]).unwrap();
     finish(&own);
     sums[0].check("after refusals");
@@ -165,6 +168,70 @@ fn ranks_on_one_stream_are_refused_whatever_their_devices() {
             finish(&own);
         }
         sum.check(&format!("operation {i}"));
+    }
+}
+
+/// All ranks of two communicators on one stream, then on streams that they share in part, in turns with a stream each.
+#[test]
+fn ranks_of_one_group_share_streams() {
+    for seed in seeds(8) {
+        let scheduler = Scheduler::new(seed).unwrap();
+        let number = 2 + (seed % 3) as u32;
+        let algorithm = Algorithm::ALL[seed as usize % 3];
+        let comms = [ranks(number, algorithm, 1), ranks(number, Algorithm::Ring, 2)];
+        let streams: Vec<Stream> = (0..number).map(|_| scheduler.stream()).collect();
+        let sums: Vec<Sum> = (0..18)
+            .map(|i| Sum::new(&comms[i % 2], 20 + 30 * i, seed + i as u64))
+            .collect();
+        let gate = Event::of_caller();
+        streams[0].wait(&gate).unwrap();
+        for (turn, group) in sums.chunks(6).enumerate() {
+            let mut calls = Vec::new();
+            for (i, sum) in group.iter().enumerate() {
+                for rank in 0..number as usize {
+                    let stream = [0, (rank + i / 2) % 2, rank][turn];
+                    calls.push((&comms[i % 2].engines[rank], sum.request(rank, &streams[stream])));
+                }
+            }
+            submit(&calls).unwrap();
+        }
+        scheduler.settle(0).unwrap();
+        assert!(
+            sums.iter().all(Sum::is_untouched),
+            "seed {seed}: the first wait for the stream"
+        );
+        let last = streams[0].record().unwrap();
+        let after = scheduler.stream();
+        after.wait(&last).unwrap();
+        gate.pass();
+        // What is behind a stream of the group is behind all ranks: of the first turns too, in which it was shared.
+        after.synchronize().unwrap();
+        sums[..6].iter().for_each(|sum| sum.check(&format!("seed {seed}")));
+        finish(&streams);
+        sums.iter().for_each(|sum| sum.check(&format!("seed {seed}")));
+    }
+}
+
+/// After a group on one stream a rank alone comes behind its own operation there, not behind what the stream has got since.
+#[test]
+fn a_rank_that_shared_a_stream_comes_behind_its_own_work_alone() {
+    for seed in seeds(4) {
+        let scheduler = Scheduler::new(seed).unwrap();
+        let ranks = ranks(2, Algorithm::ALL[seed as usize % 3], 1);
+        let (shared, other) = (scheduler.stream(), scheduler.stream());
+        let [first, second] = [0, 1].map(|i| Sum::new(&ranks, 60, seed + i));
+        let gate = Event::of_caller();
+        shared.wait(&gate).unwrap();
+        let call = |sum: &Sum, rank: usize, stream: &Stream| (&ranks.engines[rank], sum.request(rank, stream));
+        submit(&[call(&first, 0, &shared), call(&first, 1, &shared)]).unwrap();
+        submit(&[call(&second, 0, &shared)]).unwrap();
+        submit(&[call(&second, 1, &other)]).unwrap();
+        gate.pass();
+        shared.synchronize().unwrap();
+        other.synchronize().unwrap();
+        [first, second]
+            .iter()
+            .for_each(|sum| sum.check(&format!("seed {seed}")));
     }
 }
 
