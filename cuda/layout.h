@@ -56,7 +56,7 @@ struct State {
   uint64_t ll_epoch;     // operations that used LL lines, from 0
   uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
   uint32_t arrivals;     // blocks of the running kernel that finished
-  uint32_t peer_lost;    // a block of the running kernel gave up for STOP_PEER_LOST
+  uint32_t stopped;      // a kernel of this rank gave up, so that what comes behind it must tell peers nothing
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far

@@ -22,6 +22,8 @@
 //   - A rank that goes from free to paced, or to a move, finds its slots empty: when it is through, all peers have reduced
 //     all that was scattered, and gathered all but the last round. So all reduce counters stand at the number of rounds;
 //     scatter counters may be behind it, and never ahead.
+// An operation that was stopped is not closed: peers may still be about to read what it lent. So the ones behind it, and
+// moves, tell nobody anything (State::stopped).
 // Before a rank touches what a peer lends it reads its own stop word: an abort of the lender raises that first, and then
 // waits for kernels that may have read it before (src/launch/lending.rs).
 #pragma once
@@ -228,7 +230,8 @@ template <typename T, typename Op> struct Direct {
   OSSICLE_DEVICE bool begin(const Block& block) const {
     const Pass pass = Pass::of(0, count, base);
     scatter(block, 0, base);
-    barrier<Site::DIRECT_FIRST>(block);
+    const bool goes_on = block.thread != 0 || load_word(&work.state->stopped) == 0;
+    if (!barrier_and<Site::DIRECT_FIRST>(block, goes_on)) return false;
     tell(block, pass, false);
     return barrier_and<Site::DIRECT_MET>(block, wait(block, Pass::of(1, count, base), true));
   }

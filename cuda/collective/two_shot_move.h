@@ -194,7 +194,9 @@ OSSICLE_DEVICE void two_shot_move(const Block& block, const TwoShotWork& work) {
     const uint64_t given = base + pass - ahead;  // rounds given before this pass, ever
     const bool scatters = work.root == work.rank && pass < count;
     const bool gives = pass >= ahead && pass < count + ahead, gathers = pass > ahead;
-    if (!barrier_and<Site::MOVE_READY>(block, move.wait(block, given, gathers, gives))) break;
+    // With zero copy nothing may come behind a stopped operation (two_shot_direct.h).
+    const bool stopped = pass == 0 && work.zero_copy != 0 && block.thread == 0 && load_word(&work.state->stopped) != 0;
+    if (!barrier_and<Site::MOVE_READY>(block, !stopped && move.wait(block, given, gathers, gives))) break;
     if (scatters) move.scatter(block, pass, given + 1);
     if (gives) move.give(block, pass - ahead, given);
     if (gathers && work.root != work.rank) move.gather(block, pass - ahead - 1, given - 1);

@@ -29,7 +29,7 @@ enum class Site : uint32_t {
   TWO_SHOT_REDUCE,    // publish: a result lies in a peer's staging
   TWO_SHOT_SCATTERED, // consume: a peer's chunk is there
   TWO_SHOT_REDUCED,   // consume: a peer's result is there
-  DIRECT_FIRST,       // barrier: threads tell peers after the block scattered its first chunks
+  DIRECT_FIRST,       // barrier_and: threads tell peers after the block scattered its first chunks
   DIRECT_MET,         // barrier_and: the block reduces after its threads saw all peers' first chunks and what they lend
   DIRECT_READY,       // barrier_and: the block moves chunks after its threads saw the counters
   DIRECT_MOVED,       // barrier: threads tell peers after the block moved its chunks

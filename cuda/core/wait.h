@@ -36,7 +36,7 @@ OSSICLE_DEVICE uint64_t clock_ns() {
 // Whether a kernel must give up its operation; see park for what comes of that.
 OSSICLE_DEVICE bool told_to_stop(Control* control, State* state) {
   const uint32_t stop = load_word(&control->stop);
-  if (stop == STOP_PEER_LOST) store_word(&state->peer_lost, 1);
+  if (stop != STOP_NONE) store_word(&state->stopped, 1);
   return stop != STOP_NONE;
 }
 

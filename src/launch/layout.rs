@@ -47,7 +47,7 @@ pub struct State {
     pub ll_epoch: u64,
     pub fault_claim: u64,
     pub arrivals: u32,
-    pub peer_lost: u32,
+    pub stopped: u32,
     pub sent: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub received: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub rounds: [u64; MAX_CHANNELS],

@@ -54,6 +54,10 @@ pub(super) fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
 }
 
 pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: Path) -> Vec<Engine> {
+    cluster_with(devices, profile, path, false)
+}
+
+fn cluster_with(devices: &[Arc<dyn Device>], profile: &Profile, path: Path, zero_copy: bool) -> Vec<Engine> {
     let programs: Vec<Program> = (0..profile.ranks)
         .map(|rank| plan::ring_all_reduce(profile.ranks, rank))
         .collect();
@@ -82,7 +86,7 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
             &programs,
             opened,
             clique.clone(),
-            Lending::new(devices[rank].as_ref(), path, &uuids, true),
+            Lending::new(devices[rank].as_ref(), path, &uuids, zero_copy),
         )
         .unwrap()
     };

@@ -6,6 +6,7 @@
 // PROGRAMS is programs.txt, SITE the number of the site to drop or "none". Says nothing and ends with 0 if no seed of
 // [FIRST, FIRST + COUNT) shows a wrong value, a hang or a broken promise, else prints the first that does and ends with 1.
 // "litmus" tests the weak memory.
+#include <signal.h>
 #include <stdint.h>
 namespace ossicle::model {
 inline uint32_t dropped_site = ~0u;
@@ -244,6 +245,8 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: %s PROGRAMS SITE|none FIRST COUNT, or %s litmus\n", argv[0], argv[0]);
     return 2;
   }
+  // An address that a rank did not lend.
+  signal(SIGSEGV, [](int) { found("memory touched that is nobody's"); });
   planned = read_programs(argv[1]);
   if (strcmp(argv[2], "none") != 0) dropped_site = uint32_t(strtoul(argv[2], nullptr, 10));
   const uint64_t first = strtoull(argv[3], nullptr, 10), count = strtoull(argv[4], nullptr, 10);

@@ -7,7 +7,8 @@ use std::sync::Barrier;
 
 /// Engines of which rank r lends what bits 2r (its input) and 2r + 1 (its output) of `mix` say.
 fn lenders(ranks: u32, channels: u32, mix: u64) -> Vec<Engine> {
-    let mut engines = cluster(&profile(ranks, Algorithm::TwoShot, channels), Path::P2p);
+    let devices: Vec<_> = (0..ranks).map(|rank| host::open(rank as i32)).collect();
+    let mut engines = cluster_with(&devices, &profile(ranks, Algorithm::TwoShot, channels), Path::P2p, true);
     for (rank, engine) in engines.iter_mut().enumerate() {
         engine.lending.input = mix >> (2 * rank) & 1 != 0;
         engine.lending.output = mix >> (2 * rank + 1) & 1 != 0;
@@ -148,11 +149,7 @@ fn an_aborted_rank_takes_back_what_it_lent() {
 /// Without zero copy an abort is the rank's own affair: nobody else is stopped, nothing is waited for.
 #[test]
 fn without_zero_copy_an_abort_in_mid_operation_stops_nobody_else() {
-    let mut engines = lenders(2, 1, u64::MAX);
-    let device = engines[0].device.clone();
-    for engine in &mut engines {
-        engine.lending = Lending::new(device.as_ref(), Path::P2p, &[device.uuid(); 2], false);
-    }
+    let engines = cluster(&profile(2, Algorithm::TwoShot, 1), Path::P2p);
     // As if it were in mid-operation.
     engines[0].launched.fetch_add(1, Ordering::SeqCst);
     engines[0].stop(Stop::Abort);
