@@ -170,12 +170,12 @@ template <Site SITE> OSSICLE_DEVICE void tell_host(uint64_t* count, uint64_t val
 #endif
 }
 
-// The end of a launch that gave up for a peer that is gone. A GPU's stream must not run past an unfinished operation
+// With zero copy, the end of a launch: of one that gave up for a peer that is gone. A GPU's stream must not run past an unfinished operation
 // before this rank is aborted itself: all but this thread has ended, the host is told that users' and peers' memory is
 // touched no more, and here the launch stays. On the host device the call returns the error instead.
 OSSICLE_APART void park(State* state, Control* control) {
 #if defined(__CUDACC__)
-  if (load_word(&control->stop) != STOP_PEER_LOST) return;
+  if (load_word(&state->stopped) == 0 || load_word(&control->stop) != STOP_PEER_LOST) return;
   __threadfence_system();
   store_word(&control->parked, state->ordinal + 1);
   while (load_word(&control->stop) == STOP_PEER_LOST) __nanosleep(2000);
@@ -194,7 +194,7 @@ OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* co
     if (arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 < block.blocks) return;
     state->arrivals = 0;
   }
-  if (zero_copy != 0 && load_word(&state->stopped) != 0) park(state, control);
+  if (zero_copy != 0) park(state, control);
   const uint64_t left = state->ordinal + 1;
   state->ordinal = left;
   if (used_lines) state->ll_epoch += 1;
