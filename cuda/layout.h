@@ -13,8 +13,10 @@ constexpr uint32_t MAX_STEPS = 32;
 // The root of what has none: all but a broadcast.
 constexpr uint32_t NO_ROOT = ~0u;
 
-// Why a kernel must stop waiting. Written by the host, read by every wait.
-enum Stop : uint32_t { STOP_NONE = 0, STOP_PEER_LOST = 1, STOP_ABORT = 2 };
+// What kernels must stop for, one word (Control::stop): bits, and above them the first operation that a lost peer leaves
+// unfinished. Written by the host, read by every wait.
+enum Stop : uint64_t { STOP_NONE = 0, STOP_ABORT = 1, STOP_PEER_LOST = 2 };
+constexpr uint32_t STOP_FROM_SHIFT = 2;
 
 enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1 };
 
@@ -34,9 +36,7 @@ struct FaultRecord {
 
 // One rank's word to its kernels and their word back; pinned host memory.
 struct alignas(128) Control {
-  uint32_t stop;
-  // A wait that parks for good after its report (OSSICLE_WAIT_FAIL=1) instead of going on.
-  uint32_t park_after_report;
+  uint64_t stop;
   // Clock bound of a wait in nanoseconds; 0 is none.
   uint64_t report_after_ns;
   // Launches whose last block has left, whether it finished or was stopped; written by kernels.
@@ -44,9 +44,12 @@ struct alignas(128) Control {
   FaultRecord fault;
   // By rank: its started word, see enter. Read only for a report, since it costs a load from host memory.
   const uint64_t* started[MAX_RANKS];
-  // A kernel that gave up on a lost peer touches nothing but this block any more and holds up its stream until abort;
-  // so do the operations behind it. Written by kernels.
-  uint64_t parked;
+  // Of zero copy, written by kernels: ordinal + 1 of the last operation that may have touched what peers lend, and of the
+  // last that was stopped and touches that no more.
+  uint64_t borrowing;
+  uint64_t out;
+  // A wait that parks for good after its report (OSSICLE_WAIT_FAIL=1) instead of going on.
+  uint32_t park_after_report;
 };
 
 // What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
@@ -56,7 +59,7 @@ struct State {
   uint64_t ll_epoch;     // operations that used LL lines, from 0
   uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
   uint32_t arrivals;     // blocks of the running kernel that finished
-  uint32_t stopped;      // a kernel of this rank gave up, so that what comes behind it must tell peers nothing
+  uint32_t stopped;      // a wait of this rank was stopped: what comes behind it touches no peer
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far
@@ -90,10 +93,6 @@ struct Step {
   uint8_t chunk;
 };
 
-// What a rank lends its peers in one operation. In each work struct `zero_copy` tells that ranks of the communicator may
-// do so: a launch that gave up because a peer took back what it lent parks then (park).
-enum Lends : uint32_t { LENDS_INPUT = 1, LENDS_OUTPUT = 2 };
-
 // A plan's program for one rank: every channel walks `steps` once for each iteration over its part of the data.
 struct ProgramWork {
   const void* input;
@@ -108,7 +107,7 @@ struct ProgramWork {
   uint32_t ranks;
   uint32_t chunks;  // chunks of one iteration
   uint32_t steps;
-  uint32_t zero_copy;
+  uint32_t pad;
   Link send[MAX_LINKS];
   Link recv[MAX_LINKS];
   Step step[MAX_STEPS];
@@ -132,14 +131,23 @@ struct OneShotWork {
   uint32_t ranks;
   uint32_t lines;  // lines of one region
   uint32_t root;
-  uint32_t zero_copy;
-  uint32_t pad;
   Line* area[MAX_RANKS];
 };
 
-// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank or straight
-// from and to the users' buffers: slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block],
-// both of most_blocks blocks.
+// What a rank lends its peers in an all-reduce (collective/two_shot_direct.h).
+enum Lends : uint32_t { LENDS_INPUT = 1, LENDS_OUTPUT = 2 };
+
+// Where peers' kernels see a buffer: `bases` has, for each rank, the address at which that rank sees the allocation, and the
+// buffer begins `offset` behind it. This rank's own place is published last: while it is 0, peers see nothing. Without a
+// bases (null) all see the buffer where this rank does.
+struct LentAddress {
+  const uint64_t* bases;
+  uint64_t offset;
+};
+
+// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank or straight from
+// and to the users' buffers: slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block], both of
+// most_blocks blocks.
 struct TwoShotWork {
   const void* input;
   void* output;
@@ -152,18 +160,20 @@ struct TwoShotWork {
   uint32_t ranks;
   uint32_t most_blocks;
   uint32_t root;
-  uint32_t zero_copy;
-  uint32_t lends;  // Lends
+  uint32_t zero_copy;  // ranks of the communicator may lend, for all of them alike
+  uint32_t lends;      // Lends, of what peers can reach
+  LentAddress lent_input;
+  LentAddress lent_output;
   uint8_t* slots[MAX_RANKS];
   uint64_t* counters[MAX_RANKS];
 };
 
 static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
-static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, parked) == 208, "Control");
+static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, borrowing) == 208, "Control");
 static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
 static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
-static_assert(sizeof(OneShotWork) == 72 + MAX_RANKS * 8, "OneShotWork");
-static_assert(sizeof(TwoShotWork) == 80 + 2 * MAX_RANKS * 8, "TwoShotWork");
+static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");
+static_assert(sizeof(TwoShotWork) == 112 + 2 * MAX_RANKS * 8, "TwoShotWork");
 
 }  // namespace ossicle

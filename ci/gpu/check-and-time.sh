@@ -203,6 +203,7 @@ stage_pytorch() {
   record pytorch-import "$(printf '%4d s  %s' "$took_s" "$(grep -a '^nccl' "$log" | cut -c 1-60 || true)")" "$problem"
   [ -z "$problem" ] || return 0
   smoke pytorch-no-mps --ranks 2
+  smoke pytorch-split --ranks 2 --split
   start_mps || { record_check pytorch-mps "" "$missing"; return; }
   smoke pytorch-mps --ranks 2
   record_check pytorch-mps-was-used "" "$(mps_was_used || echo 'no client went through the MPS daemon')"

@@ -24,7 +24,7 @@ LAST_STEP = "destroy_again"
 SECOND_PORT = "SECOND_MASTER_PORT"
 
 
-def launch(ranks, limit_s):
+def launch(ranks, limit_s, split):
     """Starts the ranks, passes their lines on, and counts the steps that all of them came through."""
     # A port for each of the two process groups: a rank that is early must not meet the store of the first again.
     with socket.socket() as first, socket.socket() as second:
@@ -32,7 +32,7 @@ def launch(ranks, limit_s):
         second.bind(("127.0.0.1", 0))
         ports = {"MASTER_PORT": str(first.getsockname()[1]), SECOND_PORT: str(second.getsockname()[1])}
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0", **ports}
-    command = [sys.executable, os.path.abspath(__file__), "--limit", str(limit_s)]
+    command = [sys.executable, os.path.abspath(__file__), "--limit", str(limit_s), *(["--split"] if split else [])]
     processes, readers, lines = [], [], []
     for rank in range(ranks):
         process = subprocess.Popen(
@@ -423,12 +423,19 @@ class Rank:
         self.step("all_reduce_after_refusals", self.reduction(torch.float32, "SUM"))
         self.step("destroy_process_group", self.dist.destroy_process_group)
         self.step("init_with_bound_device", self.init_bound)
+        self.step("all_reduce_again", self.reduction(torch.float32, "SUM"))
+        self.step(LAST_STEP, self.dist.destroy_process_group)
+
+    def run_split(self):
+        """In processes of their own: PyTorch 2.11 crashes in split_group of a process's second default group."""
+        self.step("marker", self.marker)
+        self.step("init_with_bound_device", self.init_bound)
         self.step("split_group", self.split_group, may_be_refused=True)
-        self.step("all_reduce_after_split", self.reduction(torch.float32, "SUM"))
+        self.step("all_reduce_after_split", self.reduction(self.torch.float32, "SUM"))
         self.step(LAST_STEP, self.dist.destroy_process_group)
 
     def init_bound(self):
-        """The second group of a process, made at once since its device is named."""
+        """A group whose communicator is made at once, since its device is named."""
         os.environ["MASTER_PORT"] = os.environ[SECOND_PORT]
         self.dist.init_process_group("nccl", timeout=timedelta(seconds=self.limit_s), device_id=self.device)
 
@@ -436,10 +443,11 @@ class Rank:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="start so many processes; without it this is one of them, named by RANK")
+    parser.add_argument("--split", action="store_true", help="only what concerns groups that are split off")
     parser.add_argument("--limit", type=int, default=60, help="seconds for a step")
     options = parser.parse_args()
     if options.ranks:
-        sys.exit(launch(options.ranks, options.limit))
+        sys.exit(launch(options.ranks, options.limit, options.split))
     if "RANK" not in os.environ:
         parser.error("--ranks N starts the processes")
     # The import alone has hung before where a library answered wrongly.
@@ -449,7 +457,8 @@ def main():
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     faulthandler.cancel_dump_traceback_later()
-    Rank(torch, options.limit).run()
+    rank = Rank(torch, options.limit)
+    rank.run_split() if options.split else rank.run()
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ OSSICLE_DEVICE void one_shot(const Block& block, const OneShotWork& work) {
     ok = reduce_line<T>(work, area, i, flag, own, op, block.index, sum);
     if (ok) store_payload(output, i * LINE_ELEMENTS<T>, work.count, aligned_out, finish<T>(sum, op));
   }
-  leave<Site::ONE_SHOT_DONE>(block, work.state, work.control, true, work.zero_copy);
+  leave<Site::ONE_SHOT_DONE>(block, work.state, work.control, true);
 }
 
 }  // namespace ossicle

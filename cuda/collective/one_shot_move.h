@@ -120,7 +120,7 @@ OSSICLE_DEVICE void one_shot_move(const Block& block, const OneShotWork& work) {
   const bool words = (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output) | work.count) % 4 == 0;
   if (words) one_shot_move_as<uint32_t>(block, work, epoch);
   else one_shot_move_as<uint8_t>(block, work, epoch);
-  leave<Site::ONE_SHOT_MOVE_DONE>(block, work.state, work.control, true, work.zero_copy);
+  leave<Site::ONE_SHOT_MOVE_DONE>(block, work.state, work.control, true);
 }
 
 }  // namespace ossicle

@@ -18,7 +18,7 @@ template <typename T> struct alignas(16) Pack {
 };
 
 // Which side of a copy is a slot. The slots of all links fit into the L2 cache, and stay there if the user's buffers,
-// which are passed over once, do not drive them out: 2 ranks, 128 MiB on one GPU 256 us with these hints, 306 without.
+// which are passed over once, do not drive them out: a sixth of the time of 2 ranks with 128 MiB on one H200.
 enum class Slot { SOURCE, TARGET };
 
 #if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)

@@ -152,7 +152,7 @@ OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
     at += chunk * work.chunks;
   }
   // Whether the last step went through or stopped, it ended in a barrier.
-  leave_together(block, work.state, work.control, false, work.zero_copy);
+  leave_together(block, work.state, work.control, false);
 }
 
 }  // namespace ossicle

@@ -46,6 +46,17 @@ struct Staging {
   OSSICLE_DEVICE uint64_t* counter(Phase phase, uint32_t source, uint32_t owner) const {
     return work.counters[owner] + index(phase, source, owner) * FLAG_STRIDE;
   }
+
+  // Waits for what a peer puts here. One thread.
+  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step,
+                                                 bool parks = false) const {
+    Wait wait = Wait::for_peer(work.control, work.state, peer, block, step, parks);
+    const uint64_t* told = counter(phase, peer, work.rank);
+    while (consume<SITE>(told) < rounds_done) {
+      if (!wait.again()) return false;
+    }
+    return true;
+  }
 };
 
 // What a block does to its part of the data.
@@ -142,21 +153,12 @@ template <typename T, typename Op> struct TwoShot {
       const bool first = i < work.ranks - 1;
       const uint32_t peer = (work.rank + 1 + i % (work.ranks - 1)) % work.ranks;
       if (first && scattered) {
-        ok = reached<Site::TWO_SHOT_SCATTERED>(Phase::SCATTER, peer, number + 1, 0);
+        ok = staging.reached<Site::TWO_SHOT_SCATTERED>(Phase::SCATTER, peer, number + 1, 0);
       } else if (!first && gathered) {
-        ok = reached<Site::TWO_SHOT_REDUCED>(Phase::GATHER, peer, number, 1);
+        ok = staging.reached<Site::TWO_SHOT_REDUCED>(Phase::GATHER, peer, number, 1);
       }
     }
     return ok;
-  }
-
-  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
-    Wait wait = Wait::for_peer(work.control, work.state, peer, staging.block, step);
-    const uint64_t* counter = staging.counter(phase, peer, work.rank);
-    while (consume<SITE>(counter) < rounds_done) {
-      if (!wait.again()) return false;
-    }
-    return true;
   }
 
   OSSICLE_DEVICE void tell(const Block& block, uint64_t number, bool scattered, bool reduced) const {
@@ -189,7 +191,8 @@ OSSICLE_DEVICE void two_shot_staged(const Block& block, const TwoShotWork& work)
   for (uint64_t pass = 0; count > 0 && pass < count + 2; ++pass) {
     const uint64_t number = base + pass - 1;  // of round pass - 1, ever
     const bool scatters = pass < count, reduces = pass >= 1 && pass <= count, gathers = pass >= 2;
-    if (!barrier_and<Site::TWO_SHOT_READY>(block, shot.wait(block, number, reduces, gathers))) break;
+    const bool goes_on = pass > 0 || !behind_stopped(work.state);
+    if (!barrier_and<Site::TWO_SHOT_READY>(block, goes_on && shot.wait(block, number, reduces, gathers))) break;
     if (scatters) shot.scatter(block, pass, number + 1);
     if (reduces) shot.reduce(block, pass - 1, number);
     if (gathers) shot.gather(block, pass - 2, number - 1);
@@ -198,7 +201,7 @@ OSSICLE_DEVICE void two_shot_staged(const Block& block, const TwoShotWork& work)
   }
   // The last pass ended in a barrier, whether it went through or stopped, and told nobody.
   if (block.thread == 0 && count > 0) work.state->rounds[block.index] = base + count;
-  leave_together(block, work.state, work.control, false, work.zero_copy);
+  leave_together(block, work.state, work.control, false);
 }
 
 }  // namespace ossicle

@@ -22,19 +22,25 @@
 //   - A rank that goes from free to paced, or to a move, finds its slots empty: when it is through, all peers have reduced
 //     all that was scattered, and gathered all but the last round. So all reduce counters stand at the number of rounds;
 //     scatter counters may be behind it, and never ahead.
-// An operation that was stopped is not closed: peers may still be about to read what it lent. So the ones behind it, and
-// moves, tell nobody anything (State::stopped).
-// Before a rank touches what a peer lends it reads its own stop word: an abort of the lender raises that first, and then
-// waits for kernels that may have read it before (src/launch/lending.rs).
+// An operation that was stopped is not closed: peers may still be about to read what it lent. So the ones behind it tell
+// nobody anything and touch nothing of others (State::stopped).
+//
+// An end of a rank that lends (src/launch/lending.rs) tells its peers by their stop words which operations it leaves
+// unfinished, and waits for the kernels that may be using what it lent. A block says that it may (Control::borrowing), then
+// reads its stop word, then touches what is lent; so whoever has not said so stops. A kernel that stops says when it is out
+// (Control::out). On a GPU it stays then until its own rank is aborted, so that its stream does not run past the unfinished
+// operation. All of this the kernel does itself, so that replays of graphs are no different.
 #pragma once
 #include "two_shot.h"
 
 namespace ossicle {
 
-// What peers lend this rank; null: not lent.
+// What a block's threads share.
 struct Borrowed {
+  // What peers lend this rank; null: not lent.
   const void* input[MAX_RANKS];
   void* output[MAX_RANKS];
+  uint32_t lends;  // Lends, of this rank
 };
 
 // Packs of one source in flight where nobody waits: as many as registers hold, since few blocks must fill the memory.
@@ -46,16 +52,17 @@ template <typename T, typename Op> struct Direct {
   Rounds rounds;
   Op op;
   Borrowed& borrowed;    // the block's, known from the first wait on
+  uint32_t lent;         // Lends, of this rank
   uint64_t count, base;  // rounds of this operation, and of those before it
 
-  OSSICLE_DEVICE static Direct of(const Block& block, const TwoShotWork& work, Borrowed& borrowed) {
+  OSSICLE_DEVICE static Direct of(const Block& block, const TwoShotWork& work, Borrowed& borrowed, uint32_t lent) {
     constexpr uint64_t N = PACK_ELEMENTS<T>;
     const uint64_t part = ceil_div(ceil_div(work.count, block.blocks), N) * N;
     const uint64_t begin = min_of(part * block.index, work.count);
     const uint64_t end = min_of(begin + part, work.count);
     const Rounds rounds{begin, end, work.slot_bytes / sizeof(T), N, work.ranks};
     const uint64_t base = work.state->rounds[block.index];
-    return Direct{work, Staging{work, block.index}, rounds, Op(work.ranks), borrowed, rounds.count(), base};
+    return Direct{work, Staging{work, block.index}, rounds, Op(work.ranks), borrowed, lent, rounds.count(), base};
   }
 
   OSSICLE_DEVICE const T* input() const { return static_cast<const T*>(work.input); }
@@ -64,7 +71,7 @@ template <typename T, typename Op> struct Direct {
     return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % PACK_BYTES == 0;
   }
 
-  OSSICLE_DEVICE bool lends(Lends which) const { return (work.lends & which) != 0; }
+  OSSICLE_DEVICE bool lends(Lends which) const { return (lent & which) != 0; }
   // Whether this rank paces itself by its peers, and a peer by this rank: see above.
   OSSICLE_DEVICE bool is_paced() const { return !lends(LENDS_INPUT) || !lends(LENDS_OUTPUT); }
   OSSICLE_DEVICE bool paces(uint32_t peer) const { return !borrowed.input[peer] || !borrowed.output[peer]; }
@@ -173,44 +180,46 @@ template <typename T, typename Op> struct Direct {
       const bool first = i < work.ranks - 1;
       const uint32_t peer = (work.rank + 1 + i % (work.ranks - 1)) % work.ranks;
       if (first && pass.reduces && (begins || paces(peer))) {
-        ok = reached<Site::DIRECT_SCATTERED>(Phase::SCATTER, peer, pass.number + 1, 0);
+        ok = staging.reached<Site::DIRECT_SCATTERED>(Phase::SCATTER, peer, pass.number + 1, 0, true);
         if (ok && begins) borrow(peer);
       } else if (!first && pass.gathers && (pass.last || is_paced())) {
-        ok = reached<Site::DIRECT_REDUCED>(Phase::GATHER, peer, pass.number, 1);
+        ok = staging.reached<Site::DIRECT_REDUCED>(Phase::GATHER, peer, pass.number, 1, true);
       }
     }
     if (begins && block.thread == block.threads - 1) {
       borrowed.input[work.rank] = work.input;
       borrowed.output[work.rank] = work.output;
-      if (told_to_stop(work.control, work.state)) ok = false;
+      ok = may_borrow() && ok;
     }
     return ok;
   }
 
+  // One thread of a block, before it touches what peers lend.
+  OSSICLE_DEVICE bool may_borrow() const {
+    store_word(&work.control->borrowing, work.state->ordinal + 1);
+    order_before_loads<Site::DIRECT_BORROWING>();
+    return !told_to_stop(work.control, work.state, true);
+  }
+
   // What `source` lends `owner`: addresses of its input and its output, in the line of the scatter counter.
-  OSSICLE_DEVICE uint64_t* lent(uint32_t source, uint32_t owner) const {
+  OSSICLE_DEVICE uint64_t* said(uint32_t source, uint32_t owner) const {
     return staging.counter(Phase::SCATTER, source, owner) + 1;
   }
 
   OSSICLE_DEVICE void borrow(uint32_t peer) const {
-    const uint64_t* said = lent(peer, work.rank);
-    borrowed.input[peer] = reinterpret_cast<const void*>(slot_load(said));
-    borrowed.output[peer] = reinterpret_cast<void*>(slot_load(said + 1));
+    const uint64_t* addresses = said(peer, work.rank);
+    borrowed.input[peer] = reinterpret_cast<const void*>(slot_load(addresses));
+    borrowed.output[peer] = reinterpret_cast<void*>(slot_load(addresses + 1));
   }
 
   OSSICLE_DEVICE void lend(uint32_t peer) const {
-    uint64_t* said = lent(work.rank, peer);
-    slot_store(said, static_cast<uint64_t>(lends(LENDS_INPUT) ? reinterpret_cast<uintptr_t>(work.input) : 0));
-    slot_store(said + 1, static_cast<uint64_t>(lends(LENDS_OUTPUT) ? reinterpret_cast<uintptr_t>(work.output) : 0));
+    uint64_t* addresses = said(work.rank, peer);
+    slot_store(addresses, lends(LENDS_INPUT) ? seen_by(peer, work.input, work.lent_input) : 0);
+    slot_store(addresses + 1, lends(LENDS_OUTPUT) ? seen_by(peer, work.output, work.lent_output) : 0);
   }
 
-  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
-    Wait wait = Wait::for_peer(work.control, work.state, peer, staging.block, step);
-    const uint64_t* counter = staging.counter(phase, peer, work.rank);
-    while (consume<SITE>(counter) < rounds_done) {
-      if (!wait.again()) return false;
-    }
-    return true;
+  OSSICLE_DEVICE static uint64_t seen_by(uint32_t peer, const void* own, const LentAddress& lent) {
+    return lent.bases ? load_word(&lent.bases[peer]) + lent.offset : static_cast<uint64_t>(reinterpret_cast<uintptr_t>(own));
   }
 
   OSSICLE_DEVICE void tell(const Block& block, const Pass& pass, bool ends) const {
@@ -228,11 +237,12 @@ template <typename T, typename Op> struct Direct {
 
   // In pass p the chunks of round p - 1 are reduced; the first pass only scatters, the last only gathers.
   OSSICLE_DEVICE bool begin(const Block& block) const {
-    const Pass pass = Pass::of(0, count, base);
-    scatter(block, 0, base);
-    const bool goes_on = block.thread != 0 || load_word(&work.state->stopped) == 0;
-    if (!barrier_and<Site::DIRECT_FIRST>(block, goes_on)) return false;
-    tell(block, pass, false);
+    if (!barrier_and<Site::DIRECT_FIRST>(block, !behind_stopped(work.state))) return false;
+    if (!lends(LENDS_INPUT)) {
+      scatter(block, 0, base);
+      barrier<Site::DIRECT_FILLED>(block);
+    }
+    tell(block, Pass::of(0, count, base), false);
     return barrier_and<Site::DIRECT_MET>(block, wait(block, Pass::of(1, count, base), true));
   }
 
@@ -259,30 +269,55 @@ template <typename T, typename Op> struct Direct {
 
 template <typename T, template <typename> class OpOf> using DirectOf = Direct<T, OpOf<T>>;
 
+// What this rank lends: of a buffer that peers map, it depends on whether they have, and all of a block go by one answer.
+// Blocks may differ.
+OSSICLE_DEVICE uint32_t lends_now(const Block& block, const TwoShotWork& work, Borrowed& borrowed) {
+  const uint64_t *input = work.lent_input.bases, *output = work.lent_output.bases;
+  if (!input && !output) return work.lends;
+  if (block.thread == 0) {
+    uint32_t lends = work.lends;
+    if (input && consume<Site::DIRECT_MAPPED>(&input[work.rank]) == 0) lends &= ~LENDS_INPUT;
+    if (output && consume<Site::DIRECT_MAPPED>(&output[work.rank]) == 0) lends &= ~LENDS_OUTPUT;
+    borrowed.lends = lends;
+  }
+  barrier<Site::DIRECT_LENDS>(block);
+  return borrowed.lends;
+}
+
+// The last block of a launch that was stopped.
+OSSICLE_DEVICE void park(const State* state, Control* control) {
+  publish<Site::DIRECT_OUT>(&control->out, state->ordinal + 1);
+  while (!LOSS_STOPS_ALL && (load_word(&control->stop) & STOP_ABORT) == 0) rest();
+}
+
 // The first pass and the way of a free rank, out of line: the registers of one walk are not held during the other.
 template <typename T, template <typename> class OpOf>
-OSSICLE_APART bool begin_direct(const Block block, const TwoShotWork& work, Borrowed& borrowed) {
-  return DirectOf<T, OpOf>::of(block, work, borrowed).begin(block);
+OSSICLE_APART bool begin_direct(const Block block, const TwoShotWork& work, Borrowed& borrowed, uint32_t lends) {
+  return DirectOf<T, OpOf>::of(block, work, borrowed, lends).begin(block);
 }
 
 template <typename T, template <typename> class OpOf>
-OSSICLE_APART void walk_free(const Block block, const TwoShotWork& work, Borrowed& borrowed, bool aligned) {
-  DirectOf<T, OpOf>::of(block, work, borrowed).walk_free(block, aligned);
+OSSICLE_APART void walk_free(const Block block, const TwoShotWork& work, Borrowed& borrowed, uint32_t lends, bool aligned) {
+  DirectOf<T, OpOf>::of(block, work, borrowed, lends).walk_free(block, aligned);
 }
 
 // Out of line for the same reason: without zero copy a kernel is as if this were not there.
 template <typename T, template <typename> class OpOf>
 OSSICLE_APART void two_shot_direct(const Block block, const TwoShotWork& work, Borrowed& borrowed) {
   enter(block, work.state, work.started);
-  const DirectOf<T, OpOf> direct = DirectOf<T, OpOf>::of(block, work, borrowed);
-  if (direct.count > 0 && begin_direct<T, OpOf>(block, work, borrowed)) {
+  const uint32_t lends = lends_now(block, work, borrowed);
+  const DirectOf<T, OpOf> direct = DirectOf<T, OpOf>::of(block, work, borrowed, lends);
+  if (direct.count > 0 && begin_direct<T, OpOf>(block, work, borrowed, lends)) {
     const auto [paced, aligned] = direct.meeting();
     if (paced) direct.walk_paced(block, aligned);
-    else walk_free<T, OpOf>(block, work, borrowed, aligned);
+    else walk_free<T, OpOf>(block, work, borrowed, lends, aligned);
   }
   // Whether it went through or stopped, the last thing that touched memory was before a barrier.
-  if (block.thread == 0 && direct.count > 0) work.state->rounds[block.index] = direct.base + direct.count;
-  leave_together(block, work.state, work.control, false, work.zero_copy);
+  if (block.thread != 0) return;
+  if (direct.count > 0) work.state->rounds[block.index] = direct.base + direct.count;
+  if (!is_last_block(block, work.state)) return;
+  if (behind_stopped(work.state)) park(work.state, work.control);
+  end_launch(work.state, work.control, false);
 }
 
 // The same on all ranks of a communicator.

@@ -149,21 +149,12 @@ struct TwoShotMove {
     bool ok = true;
     for (uint32_t i = block.thread; ok && i < work.ranks; i += block.threads) {
       if (i + 1 < work.ranks) {
-        if (gathers) ok = reached<Site::MOVE_GIVEN>(Phase::GATHER, peer(1 + i), given, 1);
+        if (gathers) ok = staging.reached<Site::MOVE_GIVEN>(Phase::GATHER, peer(1 + i), given, 1);
       } else if (scattered) {
-        ok = reached<Site::MOVE_SCATTERED>(Phase::SCATTER, work.root, given + 1, 0);
+        ok = staging.reached<Site::MOVE_SCATTERED>(Phase::SCATTER, work.root, given + 1, 0);
       }
     }
     return ok;
-  }
-
-  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
-    Wait wait = Wait::for_peer(work.control, work.state, peer, staging.block, step);
-    const uint64_t* counter = staging.counter(phase, peer, work.rank);
-    while (consume<SITE>(counter) < rounds_done) {
-      if (!wait.again()) return false;
-    }
-    return true;
   }
 
   OSSICLE_DEVICE void tell(const Block& block, uint64_t given, bool scatters, bool gives) const {
@@ -194,9 +185,8 @@ OSSICLE_DEVICE void two_shot_move(const Block& block, const TwoShotWork& work) {
     const uint64_t given = base + pass - ahead;  // rounds given before this pass, ever
     const bool scatters = work.root == work.rank && pass < count;
     const bool gives = pass >= ahead && pass < count + ahead, gathers = pass > ahead;
-    // With zero copy nothing may come behind a stopped operation (two_shot_direct.h).
-    const bool stopped = pass == 0 && work.zero_copy != 0 && block.thread == 0 && load_word(&work.state->stopped) != 0;
-    if (!barrier_and<Site::MOVE_READY>(block, !stopped && move.wait(block, given, gathers, gives))) break;
+    const bool goes_on = pass > 0 || !behind_stopped(work.state);
+    if (!barrier_and<Site::MOVE_READY>(block, goes_on && move.wait(block, given, gathers, gives))) break;
     if (scatters) move.scatter(block, pass, given + 1);
     if (gives) move.give(block, pass - ahead, given);
     if (gathers && work.root != work.rank) move.gather(block, pass - ahead - 1, given - 1);
@@ -205,7 +195,7 @@ OSSICLE_DEVICE void two_shot_move(const Block& block, const TwoShotWork& work) {
   }
   // The last pass ended in a barrier, whether it went through or stopped, and told nobody.
   if (block.thread == 0 && count > 0) work.state->rounds[block.index] = base + count;
-  leave_together(block, work.state, work.control, false, work.zero_copy);
+  leave_together(block, work.state, work.control, false);
 }
 
 }  // namespace ossicle

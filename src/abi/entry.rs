@@ -9,6 +9,7 @@ use crate::error::{Code, Error, Result};
 use crate::observe::last_error;
 use crate::{group, warning};
 use once_cell::sync::Lazy;
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ffi::c_int;
 use std::panic::{catch_unwind, set_hook, take_hook, AssertUnwindSafe, PanicHookInfo};
@@ -122,6 +123,13 @@ fn record(panic: &PanicHookInfo) {
     let _ = PANIC.try_with(|slot| slot.replace(text));
 }
 
+/// What a panic said that was caught where no call of a client is.
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or(panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no message")
+}
+
 /// Runs `body`; a panic becomes `ncclInternalError` with the panic's message and place.
 pub fn contain<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     // The hook cannot be changed by a thread that is unwinding; then the one that is there speaks.
@@ -168,6 +176,13 @@ mod tests {
         let outer: Result<()> = outer;
         assert!(outer.unwrap_err().text.contains("outer ("));
         assert_eq!(DEPTH.get(), 0);
+    }
+
+    #[test]
+    fn a_caught_panic_has_its_text() {
+        assert_eq!(panic_text(&"planted"), "planted");
+        assert_eq!(panic_text(&String::from("planted 42")), "planted 42");
+        assert_eq!(panic_text(&42), "no message");
     }
 
     #[test]

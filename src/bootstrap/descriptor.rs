@@ -8,6 +8,7 @@
 //! A fork by another thread just before a new descriptor is recorded, or just after one that is about to be closed
 //! was struck off, leaves that one copy in the child; so do numbers of `RECORDED` and more, which are not recorded.
 
+use super::service::register_for_forks;
 use crate::sys::above_standard;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use rustix::io::Errno;
@@ -25,11 +26,12 @@ fn place(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
 }
 
 /// A descriptor that no forked child keeps.
-pub(crate) struct Descriptor(OwnedFd);
+pub struct Descriptor(OwnedFd);
 
 impl Descriptor {
     /// Records `fd`, whose number becomes one of 3 or more.
     pub(crate) fn new(fd: OwnedFd) -> Result<Descriptor, Errno> {
+        register_for_forks()?;
         let fd = above_standard(fd)?;
         if let Some((word, bit)) = place(fd.as_raw_fd()) {
             word.fetch_or(bit, Ordering::SeqCst);

@@ -37,7 +37,7 @@ mod tests;
 mod unique_id;
 mod wire;
 
-pub(crate) use descriptor::Descriptor;
+pub use descriptor::Descriptor;
 pub use session::{create_unique_id, Session};
 pub use unique_id::UniqueId;
 

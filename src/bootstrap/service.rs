@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::sys::thread::{self, Thread};
 use parking_lot::Mutex;
 use rustix::event::{eventfd, EventfdFlags};
+use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::ptr::null_mut;
@@ -113,9 +114,9 @@ unsafe extern "C" fn start_afresh() {
     SHARED.store(null_mut(), Ordering::Release);
 }
 
-/// Under the lock, before the first descriptor. A fork in the middle of it may register the handler once more in the
-/// child, where running it twice does no harm.
-fn register_for_forks() -> Result<()> {
+/// Before the first descriptor. Two threads at once, or a fork in the middle of it, may register the handler once more;
+/// running it twice does no harm.
+pub(super) fn register_for_forks() -> std::result::Result<(), Errno> {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if REGISTERED.load(Ordering::Relaxed) {
         return Ok(());
@@ -124,12 +125,7 @@ fn register_for_forks() -> Result<()> {
     // unloaded, and keeps to what a handler of a fork may do.
     match unsafe { libc::pthread_atfork(None, None, Some(start_afresh)) } {
         0 => REGISTERED.store(true, Ordering::Relaxed),
-        code => {
-            let why = std::io::Error::from_raw_os_error(code);
-            return Err(Error::system(format!(
-                "cannot register for forks (pthread_atfork): {why}"
-            )));
-        }
+        code => return Err(Errno::from_raw_os_error(code)),
     }
     Ok(())
 }
@@ -154,7 +150,7 @@ pub(super) fn post(command: Command) -> Result<()> {
 fn signal(wake: &Descriptor) -> Result<()> {
     match rustix::io::write(wake, &1u64.to_ne_bytes()) {
         // A full counter wakes as well.
-        Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
+        Ok(_) | Err(Errno::AGAIN) => Ok(()),
         Err(errno) => Err(Error::system(format!(
             "cannot wake the bootstrap thread: {}",
             std::io::Error::from(errno)
@@ -166,7 +162,6 @@ fn start(shared: &mut Shared) -> Result<Arc<Descriptor>> {
     if let Some(running) = shared.running.take() {
         join(running);
     }
-    register_for_forks()?;
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
     let wake = with_descriptors(|| eventfd(0, flags))
         .and_then(Descriptor::new)

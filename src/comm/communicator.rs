@@ -93,7 +93,10 @@ impl Communicator {
         let (reporter, beater) = (Arc::clone(&self.alarm), Arc::clone(&self.alarm));
         session.watch(Watch {
             report: Box::new(move |event| reporter.report(&event)),
-            beat: Box::new(move || beater.take_fault()),
+            beat: Box::new(move || {
+                beater.take_fault();
+                launch::beat();
+            }),
         });
         // Only the one thread that makes the communicator comes here, so that the cell is empty.
         let _ = self.engine.set(engine);

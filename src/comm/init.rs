@@ -13,6 +13,7 @@
 use super::communicator::{Communicator, Phase};
 use super::{life, registry, Progress, RawComm};
 use crate::abi::config::Config;
+use crate::abi::entry::panic_text;
 use crate::bootstrap::{self, Introduction, Session, UniqueId};
 use crate::device::{self, Device};
 use crate::error::{Error, Result};
@@ -257,13 +258,9 @@ fn make(communicator: &Communicator, address: usize, ids: &[UniqueId], ctas: Cta
         establish(communicator, address, ids, ctas, timeout)
     }));
     let outcome = outcome.unwrap_or_else(|panic| {
-        let text = panic
-            .downcast_ref::<&str>()
-            .copied()
-            .or(panic.downcast_ref::<String>().map(String::as_str));
+        let text = panic_text(panic.as_ref());
         Err(Error::internal(format!(
-            "a defect stopped the making of {communicator}: {}",
-            text.unwrap_or("a panic")
+            "a defect stopped the making of {communicator}: {text}"
         )))
     });
     let Err(error) = outcome else { return };

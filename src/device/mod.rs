@@ -6,12 +6,12 @@
 pub mod cuda;
 pub mod host;
 
+use crate::bootstrap::Descriptor;
 use crate::error::{Error, Result};
 use crate::request::{DataType, ReduceOp};
 use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::ffi::c_void;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +95,7 @@ pub struct Export {
     pub mapping: Box<dyn Mapping>,
     pub ticket: Ticket,
     /// To be passed to every importer, and closed when all of them have it.
-    pub fd: OwnedFd,
+    pub fd: Descriptor,
 }
 
 /// Which kernel of `cuda/kernels.cu`.
@@ -271,7 +271,7 @@ pub trait Device: Any + Send + Sync {
         Err(cannot_share(sharing))
     }
     /// Another process's memory, which may be a peer GPU's.
-    fn import(self: Arc<Self>, ticket: &Ticket, _fd: OwnedFd) -> Result<Box<dyn Mapping>> {
+    fn import(self: Arc<Self>, ticket: &Ticket, _fd: Descriptor) -> Result<Box<dyn Mapping>> {
         Err(cannot_share(ticket.sharing()))
     }
     /// Streaming multiprocessors; on the host device the number of usable cores.

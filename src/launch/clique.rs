@@ -5,8 +5,8 @@
 //! named. Under capture likewise, for each graph by itself.
 
 use super::layout::MAX_RANKS;
+use super::lending::Member;
 use super::order::CAPTURES_AT_ONCE;
-use super::running::Running;
 use super::{Engine, Part, Work};
 use crate::device::{streams_conflict, Device, DeviceKind};
 use crate::error::{Error, Result};
@@ -58,8 +58,8 @@ type Captures = [VecDeque<Captured>; MAX_RANKS];
 pub(super) struct Clique {
     eager: [Launches; MAX_RANKS],
     captures: Mutex<Captures>,
-    /// The ranks' kernels, for an abort.
-    pub(super) members: Mutex<Vec<Arc<Running>>>,
+    /// For the end of one that lends.
+    pub(super) members: Mutex<Vec<Member>>,
 }
 
 /// A stream is remembered as its key with its device's ordinal below.
@@ -145,8 +145,8 @@ fn note((engine, works): &Part) {
     };
     let rank = engine.rank as usize;
     match capture_of(works) {
-        None => {}
-        Some(None) => note(&engine.clique.eager[rank], engine.launched.load(Ordering::Relaxed)),
+        // On a caller's own thread too, so that no older stream speaks for the number.
+        None | Some(None) => note(&engine.clique.eager[rank], engine.launched.load(Ordering::Relaxed)),
         Some(Some(capture)) => {
             let mut captures = engine.clique.captures.lock();
             if find(&captures, engine.rank, capture).is_none() {
@@ -209,8 +209,7 @@ fn check(part: &Part, batch: &[Part]) -> Result<()> {
 pub(super) fn leave(part: &Part) {
     let (engine, works) = part;
     match capture_of(works) {
-        None => {}
-        Some(None) => engine.clique.eager[engine.rank as usize]
+        None | Some(None) => engine.clique.eager[engine.rank as usize]
             .number
             .store(engine.launched.load(Ordering::Relaxed), Ordering::SeqCst),
         Some(Some(capture)) => {

@@ -3,7 +3,7 @@
 use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
-use super::lending::Lending;
+use super::lending::{Lending, Member};
 use super::settings::{self, Settings};
 use super::templates::Own;
 use super::{running, Engine, KernelMemory};
@@ -17,7 +17,7 @@ use crate::topology::host::HostIdentity;
 use crate::transport::{self, Geometry, Limit, PeerInbox, Reach, TwoShotGeometry};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -130,7 +130,12 @@ fn budget(
     let capacity = plan::budget::capacity(own.multiprocessors);
     let gpus: HashSet<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
     if gpus.len() == ranks.len() {
-        let least = ranks.iter().map(|info| plan::budget::alone(info.multiprocessors)).min();
+        let blocks = |info: &RankInfo| match ranks.len() {
+            // A rank without peers waits for nobody and only copies.
+            1 => capacity,
+            _ => plan::budget::alone(info.multiprocessors),
+        };
+        let least = ranks.iter().map(blocks).min();
         return Ok((profile(least.unwrap_or(1)), None));
     }
     let claim = Claim {
@@ -141,8 +146,9 @@ fn budget(
         rank,
         sharing: ranks.iter().filter(|info| info.uuid == own.uuid).count() as u32,
         overcommit: settings.overcommit,
+        cancel,
     };
-    let used = |blocks| profile(blocks).most_blocks();
+    let used = |blocks| profile(blocks).blocks;
     let exchange = |offer| session.all_gather(offer, timeout, cancel);
     let (blocks, reservation) = claim.agree(&used, &exchange)?;
     Ok((profile(blocks), Some(reservation)))
@@ -179,7 +185,10 @@ impl Engine {
             geometry(&profile, &programs),
             &limit,
             &|payload| session.all_gather(Ok(payload), timeout, cancel),
-        )?;
+        );
+        // What an attempt that failed has opened.
+        running::let_go();
+        let links = links?;
         info!(
             Init,
             "rank {rank}: links to {} peers via {}: {}; {profile:?}",
@@ -190,9 +199,11 @@ impl Engine {
         let zero_copy = ranks.iter().all(|info| info.zero_copy);
         let devices: Vec<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
         let lending = Lending::new(device.as_ref(), links.path, &devices, zero_copy);
+        info!(Init, "rank {rank}: {lending}");
         let places = ranks.into_iter().map(|info| info.place).collect();
+        let inboxes = links.inboxes.clone();
         let mut engine = assemble(
-            device,
+            device.clone(),
             rank,
             places,
             profile,
@@ -200,7 +211,8 @@ impl Engine {
             links.inboxes,
             Clique::of(links.communicator),
             lending,
-        )?;
+        )
+        .inspect_err(|_| running::put_down(device.as_ref(), inboxes))?;
         engine.reservation = reservation;
         Ok(engine)
     }
@@ -254,17 +266,17 @@ pub(super) fn assemble(
         memory: Arc::new(KernelMemory {
             control,
             _state: state,
-            _inboxes: inboxes,
+            inboxes,
         }),
         clique,
         lending,
-        took_back: AtomicBool::new(false),
         order: Arc::default(),
         launched: Arc::default(),
         faults_seen: AtomicU64::new(0),
         reservation: None,
     };
     running::enter(&engine);
+    engine.clique.members.lock().push(Member::of(&engine));
     Ok(engine)
 }
 
@@ -273,7 +285,7 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,
-        channels: profile.channels as usize,
+        channels: profile.blocks as usize,
         slots: profile.slots as usize,
         slot_bytes: profile.slot_bytes as usize,
         links: programs
@@ -282,7 +294,7 @@ pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
             .max()
             .unwrap_or(0),
         two_shot: TwoShotGeometry {
-            blocks: profile.two_shot_blocks as usize,
+            blocks: profile.blocks as usize,
             slot_bytes: profile.two_shot_slot_bytes as usize,
         },
     }

@@ -167,11 +167,6 @@ pub(super) fn enqueue(batch: &[Part], sides: &Sides) -> Result<()> {
             }
         }
         let launched = side_by_side(batch, (0..batch.len()).filter(of_first), &mut forks);
-        if launched.is_err() {
-            // All of a round are said to begin before the first does.
-            let of_first = (0..batch.len()).filter(of_first);
-            of_first.for_each(|place| batch[place].0.launch_failed());
-        }
         launched.and(first_failure(forks.iter().map(|(_, fork)| fork.join())))?;
     }
     Ok(())

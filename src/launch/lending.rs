@@ -1,29 +1,31 @@
-//! Zero copy: which of its buffers a rank lends its peers, and how an abort takes them back.
+//! Zero copy: which of its buffers a rank lends its peers, and how it takes them back at its end.
 //!
 //! Ranks of one process address each other's memory. Where every peer's device reaches a buffer, its rank lends it: the
 //! peers' kernels read the input and write the output themselves (`cuda/collective/two_shot_direct.h`). Where it is on,
 //! for all ranks of a communicator alike, each decides for its own buffers, and its kernel tells the peers' kernels.
 //!
-//! A user may free the buffers of a rank that was aborted, while peers' kernels would still use them. So an abort in
-//! mid-operation raises the stop word of every peer too, and waits until none of their kernels can touch what was lent:
-//!   - one that starts later reads its stop word before it touches anything lent;
-//!   - one that runs gives up at its next wait. On a GPU it parks then, so that its stream does not run past the
-//!     unfinished operation before that rank is aborted itself; on the host device the call returns the error.
+//! A user may free the buffers of a rank that was aborted, and its stream goes on, while peers' kernels would still use
+//! them. So the rank first tells every peer, by its stop word, that operations from its first unfinished one on stay
+//! unfinished, and waits for the kernels that may be using what it lent in those; then it stops its own.
+//!   - A kernel says that it may be using it, and then reads its stop word: one that has not said so yet never will.
+//!   - One that has gives up at its next wait and says that it is out. It needs nobody for that, so that ranks which end
+//!     at once do not wait for each other, and one thread may end several.
+//!   - Operations that this rank has finished go on: there nothing of it is used any more.
 //!
-//! Replays of graphs are not seen here: to wait for them before an abort is the caller's duty, on all ranks.
+//! Kernels count operations and say all this themselves, so that replays of graphs are no different from launches.
 
-use super::layout::{LENDS_INPUT, LENDS_OUTPUT};
-use super::running::Running;
-use super::{Engine, Stop};
-use crate::device::{Device, Devices};
+use super::layout::{Control, LENDS_INPUT, LENDS_OUTPUT, STOP_ABORT, STOP_FROM_SHIFT, STOP_PEER_LOST};
+use super::{Engine, KernelMemory};
+use crate::device::{self, Device, DeviceKind, Devices};
 use crate::transport::Path;
 use crate::warning;
 use std::fmt;
-use std::sync::atomic::Ordering;
-use std::sync::Arc;
+use std::sync::atomic::{fence, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// How long an abort waits for peers' kernels, which may be queued behind other work.
+/// A kernel that is using what was lent is out within a pass over its data. Only one whose blocks find no room on their
+/// GPU, which `plan/budget.rs` precludes, or that a debugger holds takes longer.
 const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What a rank may lend.
@@ -51,7 +53,7 @@ impl Lending {
         let one_process = path == Path::P2p && devices.len() > 1;
         let refusal = match (one_process, enabled) {
             (false, _) => Some("the ranks are not all in one process, or there is no P2P"),
-            (true, false) => Some("OSSICLE_ZERO_COPY is not 1 on all ranks"),
+            (true, false) => Some("OSSICLE_ZERO_COPY is 0 on a rank"),
             (true, true) => None,
         };
         Lending {
@@ -84,6 +86,15 @@ impl Lending {
     }
 }
 
+impl fmt::Display for Lending {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.refusal {
+            None => write!(f, "zero copy: all ranks are in one process"),
+            Some(reason) => write!(f, "no zero copy: {reason}"),
+        }
+    }
+}
+
 impl Lent {
     pub(super) fn bits(self) -> u32 {
         let bit = |lent, bit| if lent { bit } else { 0 };
@@ -99,54 +110,139 @@ impl fmt::Display for Lent {
     }
 }
 
-impl Engine {
-    /// For an abort. If an operation was under way, peers may be using what this rank lent them.
-    pub(super) fn stop_and_take_back(&self) {
-        if !self.lending.is_on() {
-            return self.raise(Stop::Abort);
-        }
-        let launched = self.launched.load(Ordering::SeqCst);
-        let was_idle = matches!(self.idle(), Ok(true));
-        self.raise(Stop::Abort);
-        let complete = was_idle && self.launched.load(Ordering::SeqCst) == launched && matches!(self.idle(), Ok(true));
-        if complete {
-            return;
-        }
-        self.took_back.store(true, Ordering::SeqCst);
-        for peer in self.peers() {
-            peer.raise(Stop::PeerLost);
+/// One rank's kernels, as its peers in the process see them: for as long as anything can run one, a graph too.
+pub(super) struct Member {
+    rank: u32,
+    device: Arc<dyn Device>,
+    memory: Weak<KernelMemory>,
+}
+
+impl Member {
+    pub(super) fn of(engine: &Engine) -> Member {
+        Member {
+            rank: engine.rank,
+            device: engine.device.clone(),
+            memory: Arc::downgrade(&engine.memory),
         }
     }
+}
 
-    /// Waits for the kernels of peers that were stopped above.
-    pub(super) fn wait_for_borrowers(&self) {
-        if !self.took_back.load(Ordering::SeqCst) {
+struct Borrower {
+    rank: u32,
+    device: Arc<dyn Device>,
+    memory: Arc<KernelMemory>,
+}
+
+impl Borrower {
+    /// Whether a kernel may be using what a rank lent that left operations from `from` on unfinished, and said so.
+    fn may_use(&self, from: u64) -> bool {
+        let control = self.memory.control();
+        let borrowing = control.borrowing.load(Ordering::SeqCst);
+        let over = |word: u64| word >= borrowing;
+        borrowing > from
+            && !over(control.out.load(Ordering::Acquire))
+            && !over(control.left.load(Ordering::Acquire))
+            // A device that failed runs nothing.
+            && self.device.health().is_ok()
+    }
+
+    fn until_out(&self, from: u64, deadline: Instant) -> bool {
+        let begun = Instant::now();
+        while self.may_use(from) {
+            match Instant::now() {
+                now if now > deadline => return false,
+                now if now - begun < Duration::from_millis(1) => std::thread::yield_now(),
+                _ => std::thread::sleep(Duration::from_micros(50)),
+            }
+        }
+        true
+    }
+}
+
+impl Control {
+    /// The first operation that a lost peer leaves unfinished.
+    fn lost_from(&self) -> Option<u64> {
+        let stop = self.stop.load(Ordering::SeqCst);
+        (stop & STOP_PEER_LOST != 0).then_some(stop >> STOP_FROM_SHIFT)
+    }
+
+    /// The first operation that this rank has not finished.
+    fn unfinished(&self) -> u64 {
+        let left = self.left.load(Ordering::Acquire);
+        self.lost_from().map_or(left, |from| from.min(left))
+    }
+
+    /// A peer leaves operations from this one on unfinished.
+    fn lose_peer(&self, from: u64) {
+        let told = self.stop.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |stop| {
+            let known = if stop & STOP_PEER_LOST != 0 {
+                stop >> STOP_FROM_SHIFT
+            } else {
+                from
+            };
+            Some(known.min(from) << STOP_FROM_SHIFT | stop & STOP_ABORT | STOP_PEER_LOST)
+        });
+        debug_assert!(told.is_ok());
+    }
+
+    pub(super) fn abort(&self) {
+        self.stop.fetch_or(STOP_ABORT, Ordering::SeqCst);
+    }
+
+    /// A peer is lost, and this rank's kernels do not go on without it.
+    pub(super) fn give_up(&self) {
+        self.lose_peer(self.unfinished());
+    }
+
+    /// Whether an operation that has left was told to stop.
+    pub(super) fn was_stopped(&self) -> bool {
+        let left = self.left.load(Ordering::Acquire);
+        self.stop.load(Ordering::SeqCst) & STOP_ABORT != 0 || self.lost_from().is_some_and(|from| left > from)
+    }
+}
+
+impl Engine {
+    /// Before this rank's kernels stop, or where they have: when this returns no peer's kernel uses what it lent, now or
+    /// later. Any thread.
+    pub(super) fn take_back(&self) {
+        if !self.lending.is_on() {
             return;
         }
+        let from = self.control().unfinished();
+        let peers = self.peers();
+        for peer in &peers {
+            peer.memory.control().lose_peer(from);
+        }
+        fence(Ordering::SeqCst);
         let deadline = Instant::now() + TAKE_BACK_TIMEOUT;
-        for peer in self.peers() {
-            while peer.may_borrow() {
-                if Instant::now() > deadline {
-                    warning!(
-                        "rank {} was aborted, and a kernel of rank {} still may use its buffers after {} s: abort that rank \
-                         too before they are freed",
-                        self.rank,
-                        peer.rank,
-                        TAKE_BACK_TIMEOUT.as_secs()
-                    );
-                    return;
-                }
-                std::thread::sleep(Duration::from_micros(50));
+        if let Some(late) = peers.iter().find(|peer| !peer.until_out(from, deadline)) {
+            warning!(
+                "rank {} ends, and a kernel of rank {} still may read and write the buffers of its operation {from} after {} \
+                 s: free them only when rank {} was aborted too and its stream is done",
+                self.rank,
+                late.rank,
+                TAKE_BACK_TIMEOUT.as_secs(),
+                late.rank
+            );
+        }
+        for peer in peers {
+            // The last reference, if this is it, may not go while kernels run.
+            if peer.device.kind() == DeviceKind::Cuda {
+                device::cuda::put_down(peer.memory);
             }
         }
     }
 
-    pub(super) fn peers(&self) -> Vec<Arc<Running>> {
+    fn peers(&self) -> Vec<Borrower> {
         let members = self.clique.members.lock();
-        members
-            .iter()
-            .filter(|member| member.rank != self.rank)
-            .cloned()
-            .collect()
+        let others = members.iter().filter(|member| member.rank != self.rank);
+        let alive = others.filter_map(|member| {
+            Some(Borrower {
+                rank: member.rank,
+                device: member.device.clone(),
+                memory: member.memory.upgrade()?,
+            })
+        });
+        alive.collect()
     }
 }

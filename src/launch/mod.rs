@@ -18,6 +18,7 @@ mod templates;
 mod tests;
 
 pub use connect::introduction;
+pub use running::beat;
 
 use crate::device::{
     self, Device, DeviceKind, Devices, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY,
@@ -33,19 +34,18 @@ use lending::{Lending, Lent};
 use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
 pub enum Stop {
-    /// A peer was lost: the host device leaves its kernel for this. A GPU kernel is told only when a peer takes back what
-    /// it lent (`lending`), and parks until abort, so that no stream runs past an unfinished collective.
-    PeerLost = 1,
+    /// A peer was lost: only the host device leaves its kernel for this; a GPU kernel waits on until abort, so that no
+    /// stream runs past an unfinished collective. (What that one lent is another matter: `lending`.)
+    PeerLost,
     /// ncclCommAbort on this rank.
-    Abort = 2,
+    Abort,
 }
 
 /// One rank's machinery.
@@ -62,8 +62,6 @@ pub struct Engine {
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
     lending: Lending,
-    /// Peers were stopped because of what this rank had lent them.
-    took_back: AtomicBool,
     order: Arc<Mutex<StreamOrder>>,
     /// Eager launches.
     launched: Arc<AtomicU64>,
@@ -76,7 +74,7 @@ pub struct Engine {
 struct KernelMemory {
     control: Memory,
     _state: Memory,
-    _inboxes: Vec<Arc<PeerInbox>>,
+    inboxes: Vec<Arc<PeerInbox>>,
 }
 
 /// One planned operation of one rank, ready to launch.
@@ -299,21 +297,17 @@ impl Engine {
         self.device.check_pointer(name, pointer, bytes, self.check_pointers)
     }
 
-    /// Makes every wait of this rank's kernels end. Any thread.
+    /// Makes every wait of this rank's kernels end. Any thread. An abort waits for peers' kernels that use what this rank
+    /// lent (`lending`); the loss of a peer waits for nothing.
     pub fn stop(&self, reason: Stop) {
         match reason {
-            Stop::Abort => self.stop_and_take_back(),
-            Stop::PeerLost if self.device.kind() == DeviceKind::Host => self.raise(reason),
+            Stop::Abort => {
+                self.take_back();
+                self.control().abort();
+            }
+            Stop::PeerLost if self.device.kind() == DeviceKind::Host => self.control().give_up(),
             Stop::PeerLost => {}
         }
-    }
-
-    fn raise(&self, reason: Stop) {
-        self.control().stop.fetch_max(reason as u32, Ordering::SeqCst);
-    }
-
-    fn stopped(&self) -> bool {
-        self.control().stop.load(Ordering::SeqCst) != 0
     }
 
     /// That the device failed, or what a kernel reported since the last call: a wait past the clock bound. The code of
@@ -391,7 +385,9 @@ impl Engine {
 
     /// After a launch on the caller's thread: whether the operation was stopped.
     fn outcome(&self) -> Result<()> {
-        if self.stopped() {
+        if self.control().was_stopped() {
+            // The caller may free its buffers now.
+            self.take_back();
             return Err(Error::remote(format!(
                 "rank {}: the operation was stopped before it was complete, by ncclCommAbort or by the loss of a rank",
                 self.rank
@@ -408,17 +404,21 @@ impl Drop for Engine {
         let deadline = Instant::now() + Duration::from_secs(10);
         let late =
             || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
-        self.raise(Stop::Abort);
+        // A graph may bring back what else is over.
+        if self.order.lock().was_captured() || !matches!(self.idle(), Ok(true)) {
+            self.take_back();
+        }
+        self.control().abort();
         let done = self.synchronize(&late);
-        self.wait_for_borrowers();
         if let Err(error) = &done {
             crate::warning!("{}: its memory and its blocks of the GPU are kept", error.text);
             std::mem::forget(self.memory.clone());
             std::mem::forget(self.reservation.take());
         }
         running::leave(self, done.is_ok());
-        self.give_mark_back();
+        // A kernel that still runs has the event, and its side streams.
         if done.is_ok() {
+            self.give_mark_back();
             self.give_sides_back();
         }
     }
@@ -450,9 +450,9 @@ impl Admitted<'_> {
     pub fn launch(self) -> Result<()> {
         match self.batch {
             // A rank with a thread of its own.
-            [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => run_here(self.batch, || {
-                device::host::launch_alone(&engine.launch_of(work, work.stream))
-            })?,
+            [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
+                device::host::launch_alone(&engine.launch_of(work, work.stream))?
+            }
             batch => {
                 fork::enqueue(batch, &self.sides)?;
                 let here = batch.iter().filter(|part| on_callers_thread(part));
@@ -460,21 +460,17 @@ impl Admitted<'_> {
                 if sequences.is_empty() {
                     return Ok(());
                 }
-                run_here(batch, || device::host::launch(&sequences))?
+                device::host::launch(&sequences)?
             }
         }
-        let mut here = self.batch.iter().filter(|part| on_callers_thread(part));
-        here.try_for_each(|(engine, _)| engine.outcome())
+        let here = self.batch.iter().filter(|part| on_callers_thread(part));
+        let outcomes = here.map(|(engine, works)| {
+            engine.launched.fetch_add(works.len() as u64, Ordering::Release);
+            engine.outcome()
+        });
+        // All are counted, and all take back what they lent.
+        outcomes.fold(Ok(()), Result::and)
     }
-}
-
-/// Runs what a batch has for the caller's thread, and counts it.
-fn run_here(batch: &[Part], run: impl FnOnce() -> Result<()>) -> Result<()> {
-    let here = || batch.iter().filter(|part| on_callers_thread(part));
-    here().for_each(|(engine, _)| engine.begin_here());
-    let ran = run();
-    here().for_each(|(engine, works)| engine.end_here(if ran.is_ok() { works.len() as u64 } else { 0 }));
-    ran
 }
 
 /// Works of one part are all on the caller's thread or all in streams that are queues (`order::check_streams`).

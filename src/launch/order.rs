@@ -34,8 +34,6 @@ pub(super) struct StreamOrder {
     /// Behind the last eager launch, if that came after the first captured one.
     mark: Option<Mark>,
     captured: bool,
-    /// With zero copy: an eager launch has begun and is not counted yet.
-    launching: bool,
     /// The latest captures, oldest first.
     captures: VecDeque<CaptureTail>,
     sides: SideStreams,
@@ -51,12 +49,8 @@ struct SideStreams {
 }
 
 impl StreamOrder {
-    pub(super) fn mark(&self) -> Option<Mark> {
-        self.mark
-    }
-
-    pub(super) fn is_launching(&self) -> bool {
-        self.launching
+    pub(super) fn was_captured(&self) -> bool {
+        self.captured
     }
 }
 
@@ -75,7 +69,6 @@ impl Engine {
 
     fn is_idle(&self, order: &StreamOrder) -> Result<bool> {
         match order.mark {
-            _ if order.launching => Ok(false),
             Some(mark) => self.device.reached(mark),
             None => Ok(self.control().left.load(Ordering::Acquire) >= self.launched.load(Ordering::Acquire)),
         }
@@ -128,7 +121,6 @@ impl Engine {
                 }
             }
             order.eager = Some((key, handle));
-            order.launching = self.lending.is_on();
             return Ok(());
         };
         match order.captures.iter_mut().find(|tail| tail.capture == capture) {
@@ -159,33 +151,12 @@ impl Engine {
         if target.key.capture.is_some() {
             return Ok(());
         }
+        self.launched.fetch_add(1, Ordering::Release);
         let mut order = self.order.lock();
-        self.launched.fetch_add(1, Ordering::SeqCst);
-        order.launching = false;
         if order.captured {
             order.mark = Some(self.device.mark(order.mark, target.stream)?);
         }
         Ok(())
-    }
-
-    /// Before a launch on the caller's thread, which nothing orders.
-    pub(super) fn begin_here(&self) {
-        if self.lending.is_on() {
-            self.order.lock().launching = true;
-        }
-    }
-
-    /// After it: so many operations are done.
-    pub(super) fn end_here(&self, done: u64) {
-        self.launched.fetch_add(done, Ordering::SeqCst);
-        self.launch_failed();
-    }
-
-    /// The launch that `before_launch` let pass did not come about, or is counted.
-    pub(super) fn launch_failed(&self) {
-        if self.lending.is_on() {
-            self.order.lock().launching = false;
-        }
     }
 
     /// At the end of the engine.

@@ -62,7 +62,7 @@ pub(super) fn wait_bound() -> Result<(u64, bool)> {
 
 /// Whether this rank may lend its buffers to peers that can reach them; ranks do if all may.
 pub(super) fn zero_copy() -> Result<bool> {
-    Ok(choice("OSSICLE_ZERO_COPY", &[("0", false), ("1", true)])?.unwrap_or(false))
+    Ok(choice("OSSICLE_ZERO_COPY", &[("0", false), ("1", true)])?.unwrap_or(true))
 }
 
 /// A rank's planning inputs; travels in its introduction, and rank 0's become the profile of all.
@@ -107,7 +107,7 @@ impl Settings {
         Profile {
             ranks,
             allowed: self.allowed.clone(),
-            channels: most,
+            blocks: most,
             // Channels that were asked for are used from the first byte on.
             channel_bytes: if least > 1 { 1 } else { 65536 },
             slot_bytes: if self.cuda { 32768 } else { 131072 },
@@ -115,8 +115,6 @@ impl Settings {
             lines: one_shot_lines(one_shot_bytes, ranks),
             one_shot_bytes,
             one_shot_move_bytes: one_shot_move_bytes(self.cuda, ranks),
-            one_shot_blocks: most,
-            two_shot_blocks: most,
             two_shot_block_bytes: if least > 1 { 1 } else { 16384 },
             two_shot_slot_bytes: two_shot_slot_bytes(ranks, most),
             threads: 512,

@@ -1,11 +1,12 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS, NO_ROOT,
+    Control, LentAddress, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
+    NO_ROOT,
 };
 use crate::plan::{Profile, Program};
 use crate::transport::PeerInbox;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
 const NO_STEP: Step = Step {
@@ -13,6 +14,12 @@ const NO_STEP: Step = Step {
     send: 0,
     recv: 0,
     chunk: 0,
+};
+
+/// What is lent in one process is seen by all where its own rank does.
+const SEEN_ALIKE: LentAddress = LentAddress {
+    bases: null(),
+    offset: 0,
 };
 
 /// What every kernel of a rank is told of the rank itself.
@@ -90,7 +97,7 @@ impl Own {
             ranks: profile.ranks,
             chunks: own.chunks,
             steps: own.steps.len() as u32,
-            zero_copy: u32::from(self.zero_copy),
+            pad: 0,
             send,
             recv,
             step,
@@ -113,8 +120,6 @@ impl Own {
             ranks: profile.ranks,
             lines: profile.lines,
             root: NO_ROOT,
-            zero_copy: u32::from(self.zero_copy),
-            pad: 0,
             area,
         }
     }
@@ -134,10 +139,12 @@ impl Own {
             slot_bytes: profile.two_shot_slot_bytes,
             rank: self.rank,
             ranks: profile.ranks,
-            most_blocks: profile.two_shot_blocks,
+            most_blocks: profile.blocks,
             root: NO_ROOT,
             zero_copy: u32::from(self.zero_copy),
             lends: 0,
+            lent_input: SEEN_ALIKE,
+            lent_output: SEEN_ALIKE,
             slots,
             counters,
         }

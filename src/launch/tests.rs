@@ -3,12 +3,14 @@
 use super::clique::Clique;
 use super::connect::{assemble, geometry};
 use super::*;
+use crate::bootstrap::Descriptor;
 use crate::device::host;
 use crate::plan::{Allowed, Program};
 use crate::request::{Collective, ReduceOp};
 use crate::transport::{Inbox, Path};
 use half::{bf16, f16};
 use oracle::{Element, Order, Patterns};
+use std::os::fd::BorrowedFd;
 
 mod graphs;
 mod lending;
@@ -32,15 +34,13 @@ pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profil
             all_gather: moves.clone(),
             broadcast: moves,
         },
-        channels,
+        blocks: channels,
         channel_bytes: 1,
         slot_bytes: 256,
         slots: 2,
         lines: 512,
         one_shot_bytes: 1 << 20,
         one_shot_move_bytes: 256,
-        one_shot_blocks: channels,
-        two_shot_blocks: channels,
         two_shot_block_bytes: 1,
         two_shot_slot_bytes: 256,
         threads: 32,
@@ -72,8 +72,9 @@ fn cluster_with(devices: &[Arc<dyn Device>], profile: &Profile, path: Path, zero
         let open = |peer: usize| match peer == rank {
             true => inboxes[peer].own(),
             false => {
-                let fd = inboxes[peer].descriptor().map(|fd| fd.try_clone_to_owned().unwrap());
-                Inbox::open(&devices[rank], inboxes[peer].name(), fd, geometry).unwrap()
+                let copy = |fd: BorrowedFd| Descriptor::new(fd.try_clone_to_owned().unwrap()).unwrap();
+                let fd = inboxes[peer].descriptor().map(copy);
+                Inbox::open(&devices[rank], path, inboxes[peer].name(), fd, geometry).unwrap()
             }
         };
         let opened = (0..inboxes.len()).map(open).collect();

@@ -14,8 +14,7 @@ const BLOCKS_A_MULTIPROCESSOR: u32 = 1;
 /// What a communicator leaves to others, where there is so much; else it leaves half.
 const LEFT_TO_OTHERS: u32 = 16;
 
-/// The most for a rank that has its GPU to itself, so that most of the GPU is left to what is computed meanwhile. Also
-/// what NCCL takes at most.
+/// The most for a rank that has its GPU to itself, so that most of the GPU is left to what is computed meanwhile.
 const MOST_ALONE: u32 = 32;
 
 /// The blocks of a GPU that communicators may have together.

@@ -96,13 +96,13 @@ pub fn choose_move(profile: &Profile, collective: Collective, bytes: u64) -> Res
 fn two_shot_blocks(profile: &Profile, bytes: u64) -> u32 {
     bytes
         .div_ceil(profile.two_shot_block_bytes)
-        .clamp(1, u64::from(profile.two_shot_blocks)) as u32
+        .clamp(1, u64::from(profile.blocks)) as u32
 }
 
 fn channels(profile: &Profile, bytes: u64) -> u32 {
     bytes
         .div_ceil(profile.channel_bytes)
-        .clamp(1, u64::from(profile.channels)) as u32
+        .clamp(1, u64::from(profile.blocks)) as u32
 }
 
 /// `sources`: ranks whose lines a thread may take to itself; the all-reduce's takes those of all.
@@ -113,9 +113,7 @@ fn one_shot(profile: &Profile, bytes: u64, sources: u32, reason: &'static str) -
     let threads = (lines * u64::from(sources))
         .next_multiple_of(32)
         .clamp(32, u64::from(profile.threads)) as u32;
-    let blocks = lines
-        .div_ceil(u64::from(threads))
-        .clamp(1, u64::from(profile.one_shot_blocks)) as u32;
+    let blocks = lines.div_ceil(u64::from(threads)).clamp(1, u64::from(profile.blocks)) as u32;
     Choice {
         algorithm: Algorithm::OneShot,
         blocks,
@@ -138,15 +136,13 @@ mod tests {
                 all_gather: Algorithm::MOVES.to_vec(),
                 broadcast: Algorithm::MOVES.to_vec(),
             },
-            channels: 8,
+            blocks: 8,
             channel_bytes: 65536,
             slot_bytes: 131072,
             slots: 4,
             lines: 8192,
             one_shot_bytes: 32768,
             one_shot_move_bytes: 16384,
-            one_shot_blocks: 8,
-            two_shot_blocks: 16,
             two_shot_block_bytes: 16384,
             two_shot_slot_bytes: 16384,
             threads: 512,
@@ -185,7 +181,7 @@ mod tests {
         assert_eq!(chosen(1024), (Algorithm::OneShot, 1, 512));
         assert_eq!(chosen(8192), (Algorithm::OneShot, 8, 512));
         assert_eq!(chosen(8193), (Algorithm::TwoShot, 3, 512));
-        assert_eq!(chosen(1 << 24), (Algorithm::TwoShot, 16, 512));
+        assert_eq!(chosen(1 << 24), (Algorithm::TwoShot, 8, 512));
     }
 
     #[test]
@@ -217,7 +213,7 @@ mod tests {
         assert_eq!(chosen(gather, 8 * 32), (Algorithm::OneShot, 1, 96));
         assert_eq!(chosen(gather, 16384), (Algorithm::OneShot, 4, 512));
         assert_eq!(chosen(gather, 16385), (Algorithm::TwoShot, 5, 512));
-        assert_eq!(chosen(gather, 1 << 24), (Algorithm::TwoShot, 16, 512));
+        assert_eq!(chosen(gather, 1 << 24), (Algorithm::TwoShot, 8, 512));
     }
 
     /// A block that has no line of its own would not be waited for.

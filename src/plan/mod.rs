@@ -65,8 +65,8 @@ pub struct Profile {
     pub ranks: u32,
     /// Algorithms that `NCCL_ALGO` and `NCCL_PROTO` allow, by collective.
     pub allowed: Allowed,
-    /// Channels of a ring at most (each one block).
-    pub channels: u32,
+    /// Blocks of any kernel at most; of a ring each is a channel.
+    pub blocks: u32,
     /// A channel is worth having from this many bytes.
     pub channel_bytes: u64,
     pub slot_bytes: u64,
@@ -76,23 +76,11 @@ pub struct Profile {
     /// Largest message that one-shot wins, as an all-reduce and as a move; in an all-gather of one rank.
     pub one_shot_bytes: u64,
     pub one_shot_move_bytes: u64,
-    /// Blocks and threads of the one-shot kernels at most.
-    pub one_shot_blocks: u32,
-    /// Blocks of the two-shot kernels at most; each is worth having from `two_shot_block_bytes` on.
-    pub two_shot_blocks: u32,
+    /// A block of a two-shot kernel is worth having from this many bytes.
     pub two_shot_block_bytes: u64,
     pub two_shot_slot_bytes: u64,
+    /// Threads of a block at most.
     pub threads: u32,
-}
-
-impl Profile {
-    /// The most blocks that any kernel of a rank has.
-    pub fn most_blocks(&self) -> u32 {
-        match self.ranks {
-            1 => self.channels.max(self.two_shot_blocks),
-            _ => self.channels.max(self.one_shot_blocks).max(self.two_shot_blocks),
-        }
-    }
 }
 
 /// What the planner knows of the call.

@@ -13,6 +13,7 @@
 use super::descriptors::{Address, Exchange};
 use super::shared::Segment;
 use super::Path;
+use crate::bootstrap::Descriptor;
 use crate::device::{Device, Mapping, Memory, Placement, Ticket};
 use crate::error::{Error, Result};
 use crate::launch::layout::{FLAG_STRIDE, LINE_BYTES};
@@ -21,7 +22,7 @@ use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// Sizes of an inbox; equal on all ranks of a communicator.
@@ -96,6 +97,10 @@ pub struct PeerInbox {
 }
 
 impl PeerInbox {
+    pub fn bytes(&self) -> usize {
+        self.geometry.bytes()
+    }
+
     fn base(&self) -> *mut u8 {
         match &self.storage {
             Storage::Device(memory) => memory.address,
@@ -164,7 +169,7 @@ pub struct Inbox {
     inbox: Arc<PeerInbox>,
     name: Name,
     /// What peers open that cannot use the address, and the socket that it goes through. Open until they have it.
-    passed: Option<(OwnedFd, Exchange)>,
+    passed: Option<(Descriptor, Exchange)>,
 }
 
 /// Inboxes of this process that peers in it may still want, by key.
@@ -184,6 +189,11 @@ pub(super) fn process_token() -> u128 {
 impl Inbox {
     pub fn create(device: &Arc<dyn Device>, path: Path, geometry: Geometry) -> Result<Inbox> {
         let bytes = geometry.bytes();
+        // First: what follows is not to be dropped while another communicator's kernel runs.
+        let exchange = match path {
+            Path::P2p => None,
+            Path::P2pShared(_) | Path::Shm => Some(Exchange::open()?),
+        };
         let (storage, ticket, fd) = match path {
             Path::P2p => (
                 Storage::Device(device.clone().allocate(bytes, Placement::Device)?),
@@ -200,9 +210,7 @@ impl Inbox {
             }
         };
         let inbox = Arc::new(PeerInbox { storage, geometry });
-        let passed = fd
-            .map(|fd| Exchange::open().map(|exchange| (fd, exchange)))
-            .transpose()?;
+        let passed = fd.zip(exchange);
         let name = Name {
             // An address is nobody else's while the inbox is there.
             key: inbox.base() as u64,
@@ -235,18 +243,34 @@ impl Inbox {
     /// this process.
     pub fn open(
         device: &Arc<dyn Device>,
+        path: Path,
         name: &Name,
-        descriptor: Option<OwnedFd>,
+        descriptor: Option<Descriptor>,
         geometry: Geometry,
     ) -> Result<Arc<PeerInbox>> {
-        let storage = match (descriptor, &name.ticket) {
-            (None, _) => {
+        let bytes = geometry.bytes();
+        let storage = match (path, descriptor, &name.ticket) {
+            (_, None, _) => {
                 let offered = OFFERED.get().lock().get(&name.key).cloned();
                 return offered
                     .ok_or_else(|| Error::internal("a rank of this process withdrew its inbox while peers connect"));
             }
-            (Some(fd), Some(ticket)) => Storage::Mapped(device.clone().import(ticket, fd)?),
-            (Some(fd), None) => Storage::Host(Segment::open(device.clone(), fd.as_fd(), geometry.bytes())?),
+            // Kernels would write beyond the end of a smaller one.
+            (Path::P2pShared(_), _, Some(Ticket::Handle { bytes: shared })) if *shared < bytes => {
+                return Err(Error::internal(format!(
+                    "a peer's shared memory has {shared} bytes instead of {bytes}"
+                )))
+            }
+            (Path::P2pShared(sharing), Some(fd), Some(ticket)) if ticket.sharing() == sharing => {
+                Storage::Mapped(device.clone().import(ticket, fd)?)
+            }
+            (Path::Shm, Some(fd), None) => Storage::Host(Segment::open(device.clone(), fd.as_fd(), bytes)?),
+            _ => {
+                return Err(Error::internal(format!(
+                    "what a peer says of its shared memory is not of {}",
+                    path.name()
+                )))
+            }
         };
         Ok(Arc::new(PeerInbox { storage, geometry }))
     }
@@ -255,5 +279,61 @@ impl Inbox {
 impl Drop for Inbox {
     fn drop(&mut self) {
         OFFERED.get().lock().remove(&self.name.key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cuda::sharing_tests::fake_gpus;
+    use crate::device::Sharing;
+    use crate::transport::TwoShotGeometry;
+
+    fn geometry(lines: usize) -> Geometry {
+        Geometry {
+            ranks: 2,
+            lines,
+            channels: 1,
+            slots: 2,
+            slot_bytes: 256,
+            links: 1,
+            two_shot: TwoShotGeometry {
+                blocks: 1,
+                slot_bytes: 256,
+            },
+        }
+    }
+
+    #[test]
+    fn memory_that_is_too_small_or_of_another_kind_is_not_mapped() {
+        let (fake, [device, _]) = fake_gpus("tickets");
+        let ways = [
+            Path::P2pShared(Sharing::Handles),
+            Path::P2pShared(Sharing::Ipc),
+            Path::Shm,
+        ];
+        let small = geometry(64);
+        let inboxes = ways.map(|path| Inbox::create(&device, path, small).unwrap());
+        let open = |of: usize, as_if: usize, geometry: Geometry| {
+            let fd = inboxes[of].descriptor().unwrap().try_clone_to_owned().unwrap();
+            let fd = Some(Descriptor::new(fd).unwrap());
+            Inbox::open(&device, ways[as_if], inboxes[of].name(), fd, geometry).map(drop)
+        };
+        for of in 0..ways.len() {
+            for as_if in 0..ways.len() {
+                let opened = open(of, as_if, small);
+                match of == as_if {
+                    true => opened.unwrap(),
+                    false => assert!(opened.unwrap_err().text.contains("is not of")),
+                }
+            }
+        }
+        let imports = fake.count(c"cuMemImportFromShareableHandle");
+        // More than what the driver rounds up to.
+        for of in [0, 2] {
+            let refused = open(of, of, geometry(1 << 20)).unwrap_err();
+            assert!(refused.text.contains("bytes instead of"), "{refused}");
+        }
+        assert_eq!(fake.count(c"cuMemImportFromShareableHandle"), imports);
     }
 }

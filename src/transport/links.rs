@@ -9,12 +9,12 @@
 //! Every rank sees the outcome of all, so all of them go on with the same path or try the next one together.
 
 use super::{choose, Geometry, Inbox, Limit, Path, PeerInbox, Reach};
-use crate::device::{Device, Sharing};
+use crate::bootstrap::Descriptor;
+use crate::device::{self, Device, DeviceKind, Sharing};
 use crate::error::{Code, Error, Result};
 use crate::{info, warning};
 use serde::de::DeserializeOwned;
 use serde::Serialize;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// Every rank's inbox as this one holds it.
@@ -129,17 +129,20 @@ impl Attempt<'_> {
         let inbox = self
             .open_peers(path)
             .and_then(|()| Inbox::create(self.device, path, self.geometry));
+        let mut held = Held::new(self.device.as_ref(), inbox.as_ref().ok());
         let told = (self.gather)(tell(&inbox.as_ref().map(Inbox::name).map_err(Error::clone))?)?;
         let (inbox, names) = match (inbox, hear(&told)) {
             (Ok(inbox), Ok(names)) => (inbox, names),
             (Err(error), Ok::<Vec<_>, _>(_)) | (_, Err(error)) => return Ok(Err(error)),
         };
-        let opened = self.open(path, &inbox, &names);
+        let (opened, outcome) = self.open(path, &inbox, &names);
+        held.inboxes.extend(opened.iter().cloned());
         // Everyone has opened everything before an inbox is withdrawn.
-        let outcomes = (self.gather)(tell(&opened.as_ref().map(|_| ()).map_err(Error::clone))?)?;
-        Ok(hear::<()>(&outcomes)
-            .and(opened)
-            .map(|inboxes| (inboxes, told.concat())))
+        let outcomes = (self.gather)(tell(&outcome)?)?;
+        Ok(hear::<()>(&outcomes).and(outcome).map(|()| {
+            held.inboxes.clear();
+            (opened, told.concat())
+        }))
     }
 
     fn in_this_process(&self, peer: usize) -> bool {
@@ -157,22 +160,57 @@ impl Attempt<'_> {
             .try_for_each(|peer| self.device.open_peer(self.reach[peer].device))
     }
 
-    fn open(&self, path: Path, inbox: &Inbox, names: &[super::inbox::Name]) -> Result<Vec<Arc<PeerInbox>>> {
+    /// What could be opened, and whether that is all.
+    fn open(&self, path: Path, inbox: &Inbox, names: &[super::inbox::Name]) -> (Vec<Arc<PeerInbox>>, Result<()>) {
         // Host memory is mapped once for every rank: a mapping is registered with one rank's device.
         let by_address = |peer: usize| path != Path::Shm && self.in_this_process(peer);
-        let mut descriptors: Vec<Option<OwnedFd>> = names.iter().map(|_| None).collect();
+        let mut descriptors: Vec<Option<Descriptor>> = names.iter().map(|_| None).collect();
         if let (Some(exchange), Some(fd)) = (inbox.exchange(), inbox.descriptor()) {
             let addresses: Vec<_> = names
                 .iter()
                 .enumerate()
                 .map(|(peer, name)| name.address.as_ref().filter(|_| peer != self.rank && !by_address(peer)))
                 .collect();
-            descriptors = exchange.run(self.rank, &addresses, fd, self.limit)?;
+            match exchange.run(self.rank, &addresses, fd, self.limit) {
+                Ok(received) => descriptors = received,
+                Err(error) => return (Vec::new(), Err(error)),
+            }
         }
-        let open = |(peer, fd): (usize, Option<OwnedFd>)| match peer == self.rank {
-            true => Ok(inbox.own()),
-            false => Inbox::open(self.device, &names[peer], fd, self.geometry),
-        };
-        descriptors.into_iter().enumerate().map(open).collect()
+        let mut opened = Vec::with_capacity(names.len());
+        for (peer, fd) in descriptors.into_iter().enumerate() {
+            let inbox = match peer == self.rank {
+                true => Ok(inbox.own()),
+                false => Inbox::open(self.device, path, &names[peer], fd, self.geometry),
+            };
+            match inbox {
+                Ok(inbox) => opened.push(inbox),
+                Err(error) => return (opened, Err(error)),
+            }
+        }
+        (opened, Ok(()))
+    }
+}
+
+/// The inboxes of an attempt. Should it fail they are put down, since unmapping may wait for a kernel of another
+/// communicator; who asked for the links lets go.
+struct Held<'a> {
+    device: &'a dyn Device,
+    inboxes: Vec<Arc<PeerInbox>>,
+}
+
+impl Held<'_> {
+    fn new<'a>(device: &'a dyn Device, own: Option<&Inbox>) -> Held<'a> {
+        Held {
+            device,
+            inboxes: own.map(Inbox::own).into_iter().collect(),
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if self.device.kind() == DeviceKind::Cuda && !self.inboxes.is_empty() {
+            device::cuda::put_down(Arc::new(std::mem::take(&mut self.inboxes)));
+        }
     }
 }

@@ -3,12 +3,12 @@
 //! A memfd has no name, so nothing is left behind whenever a process dies, and the size of /dev/shm does not matter.
 //! Peers get its descriptor (`descriptors`).
 
+use crate::bootstrap::Descriptor;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::sys::above_standard;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// A mapped segment that the device's kernels can reach.
@@ -27,12 +27,12 @@ unsafe impl Sync for Segment {}
 
 impl Segment {
     /// A zeroed segment of this rank, and the descriptor that peers open it by.
-    pub(super) fn create(device: Arc<dyn Device>, bytes: usize) -> Result<(Segment, OwnedFd)> {
+    pub(super) fn create(device: Arc<dyn Device>, bytes: usize) -> Result<(Segment, Descriptor)> {
         let failed = |what: &str, error: rustix::io::Errno| {
             Error::system(format!("cannot {what} {bytes} bytes of shared memory: {error}"))
         };
         let fd = rustix::fs::memfd_create("ossicle-inbox", MemfdFlags::CLOEXEC)
-            .and_then(above_standard)
+            .and_then(Descriptor::new)
             .map_err(|e| failed("create", e))?;
         rustix::fs::ftruncate(&fd, bytes as u64).map_err(|e| failed("size", e))?;
         Ok((Segment::map(device, fd.as_fd(), bytes)?, fd))

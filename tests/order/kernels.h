@@ -34,7 +34,6 @@ inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   work.slots = world.slots;
   work.channels = op.blocks;
   work.ranks = world.ranks;
-  work.zero_copy = world.zero_copy;
   work.chunks = plan.chunks;
   work.steps = static_cast<uint32_t>(plan.steps.size());
   work.send[0] = link_to(world.rank[plan.send], me, plan.send);
@@ -60,7 +59,6 @@ inline void prepare_one_shot(World& world, uint32_t rank, const Op& op) {
   work.rank = rank;
   work.ranks = world.ranks;
   work.lines = world.lines;
-  work.zero_copy = world.zero_copy;
   work.root = op.root;
   for (uint32_t r = 0; r < world.ranks; ++r) work.area[r] = world.rank[r].area;
 }
@@ -87,6 +85,10 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
   work.root = op.root;
   work.zero_copy = world.zero_copy;
   work.lends = op.lends[rank];
+  if (op.mapped[rank] & LENDS_INPUT) {
+    work.lent_input = LentAddress{op.in_place[rank] ? me.output_bases : me.input_bases, op.offset_of(rank) * 4};
+  }
+  if (op.mapped[rank] & LENDS_OUTPUT) work.lent_output = LentAddress{me.output_bases, op.offset_of(rank) * 4};
   for (uint32_t r = 0; r < world.ranks; ++r) {
     work.slots[r] = world.rank[r].staging;
     work.counters[r] = world.rank[r].counters;

@@ -15,8 +15,10 @@
 //   - A load may also be late: a store to a word that another thread read, unless the reading happened before the store,
 //     could have been what it read. That is reported where it happens, since the value has been used already.
 //   - A launch begins and ends with a fence of all its threads, and ends when its buffers are empty.
-//   - Counters that only one rank's kernels touch (State), inputs that peers do not read and the stop word are plain
-//     memory. Hosts write inputs and outputs as versions, before a launch.
+//   - Fences in turn (PTX's fence.sc) have one order: each joins the views of the earlier ones, and what its thread stored
+//     before is in memory.
+//   - Counters that only one rank's kernels touch (State) and inputs that peers do not read are plain memory. Hosts write
+//     straight into memory, as versions: inputs and outputs before a launch, stop words and rows of addresses at any time.
 #pragma once
 #include <string.h>
 #include <algorithm>
@@ -154,13 +156,14 @@ class Memory {
     schedule.progress();
   }
 
-  // A rank's host writes a buffer before it launches what uses it: in memory at once.
-  void write(void* to, uint32_t bytes, uint64_t value) {
+  // By a rank's host: in memory at once.
+  void write(void* to, uint32_t bytes, uint64_t value, Kind kind = Kind::RELAXED) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(to);
     const uint32_t number = act(me());
     Word& word = word_of(address);
     check_readers(word, mask(bytes) << address % 8 * 8);
-    add_version(word, Pending{address, bytes, value, schedule.current(), number, nullptr, 0});
+    const Release release = kind == Kind::ORDERED ? std::make_shared<const View>(me().view) : nullptr;
+    add_version(word, Pending{address, bytes, value, schedule.current(), number, release, 0});
   }
 
   // An atomic change of a word that nothing but such changes touches: `change` reads and writes the memory itself.
@@ -190,6 +193,25 @@ class Memory {
     Agent& agent = me();
     act(agent);
     agent.view.join(agent.relaxed);
+    agent.fence = std::make_shared<const View>(agent.view);
+  }
+
+  void fence_in_turn() {
+    schedule.maybe_yield();
+    Agent& agent = me();
+    act(agent);
+    agent.view.join(agent.relaxed);
+    agent.view.join(in_turn_);
+    for (size_t i = 0; agent.buffer && i < agent.buffer->stores.size();) {
+      const Pending& store = agent.buffer->stores[i];
+      if (!agent.view.has(store.agent, store.number)) {
+        ++i;
+        continue;
+      }
+      drain(*agent.buffer, i);
+      i = 0;
+    }
+    in_turn_.join(agent.view);
     agent.fence = std::make_shared<const View>(agent.view);
   }
 
@@ -316,6 +338,7 @@ class Memory {
 
   std::unordered_map<uintptr_t, Word> words_;
   std::unordered_map<uintptr_t, View> changed_;
+  View in_turn_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
 };
 

@@ -56,8 +56,8 @@ inline uint32_t load_word(const uint32_t* word) {
   return *static_cast<const volatile uint32_t*>(word);
 }
 
-inline uint64_t load_word(const uint64_t* word) { return model::memory->load(word, 8, model::Kind::RELAXED); }
 inline void store_word(uint32_t* word, uint32_t value) { *static_cast<volatile uint32_t*>(word) = value; }
+inline uint64_t load_word(const uint64_t* word) { return model::memory->load(word, 8, model::Kind::RELAXED); }
 inline void store_word(uint64_t* word, uint64_t value) { model::memory->store(word, 8, value, model::Kind::RELAXED); }
 
 inline Line load_line(const Line* line) {
@@ -72,6 +72,10 @@ inline void store_line(Line* line, const Line& value) {
 
 template <Site SITE> void order_before_lines() {
   if (!dropped(SITE)) model::memory->fence();
+}
+
+template <Site SITE> void order_before_loads() {
+  if (!dropped(SITE)) model::memory->fence_in_turn();
 }
 
 template <Site SITE> uint32_t arrive(uint32_t* counter) {

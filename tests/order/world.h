@@ -26,6 +26,8 @@ struct Op {
   bool floats;
   // By rank, where the kernel can: buffers that it lends (Lends), whether it is in place, whether it is misaligned alone.
   uint8_t lends[RANKS];
+  // Those whose address peers find in a row (Lends).
+  uint8_t mapped[RANKS];
   bool in_place[RANKS], shifted[RANKS];
 
   uint32_t offset_of(uint32_t rank) const { return offset + (shifted[rank] ? 1 : 0); }
@@ -69,6 +71,9 @@ struct alignas(128) Rank {
   uint64_t counters[2 * (RANKS - 1) * BLOCKS * FLAG_STRIDE];
   OneShotWork one_shot;
   TwoShotWork two_shot;
+  // Rows for input and output (LentAddress), and the operations during or before which they are filled.
+  uint64_t input_bases[RANKS], output_bases[RANKS];
+  uint32_t input_mapped_in, output_mapped_in;
   // What happened before the next launch.
   View view;
   Buffer* buffers[BLOCKS];
@@ -78,8 +83,9 @@ struct World {
   uint32_t ranks, slots, slot_bytes, zero_copy;
   uint32_t lines;  // of a region: what the longest operation needs
   std::vector<Op> ops;
-  // The last operation lacks a rank and is stopped.
-  bool stopped;
+  // All ranks are aborted in this operation, which one may lack, or before it; NEVER: none is.
+  static constexpr uint32_t NEVER = ~0u;
+  uint32_t aborted_in;
   uint32_t absent;
   std::unique_ptr<Rank[]> rank;
 };

@@ -8,6 +8,7 @@
 use super::context::RelaxedCapture;
 use super::CudaDevice;
 use crate::error::{Error, Result};
+use crate::sys::process_local::ProcessLocal;
 use cudarc::driver::sys::{CUuserObject, CUuserObjectRetain_flags, CUuserObject_flags};
 use parking_lot::Mutex;
 use std::any::Any;
@@ -17,18 +18,23 @@ use std::sync::Arc;
 
 type Kept = Arc<dyn Any + Send + Sync>;
 
-/// What graphs that are gone have kept, and engines.
-static RELEASED: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+/// What graphs that are gone have kept, and engines. What a parent put down is not its forked child's to drop.
+static RELEASED: ProcessLocal<Mutex<Vec<Kept>>> = ProcessLocal::new();
 
 /// For `drop_released`.
 pub fn put_down(kept: Kept) {
-    RELEASED.lock().push(kept);
+    RELEASED.get().lock().push(kept);
+}
+
+/// Whether anything was put down that is still there.
+pub fn has_released() -> bool {
+    !RELEASED.get().lock().is_empty()
 }
 
 /// Drops what was put down. The lock is free by then: dropping calls the driver, whose own lock the
 /// caller of `release` may hold.
 pub fn drop_released() {
-    let released = std::mem::take(&mut *RELEASED.lock());
+    let released = std::mem::take(&mut *RELEASED.get().lock());
     drop(released);
 }
 
@@ -75,12 +81,39 @@ impl CudaDevice {
 
 #[cfg(test)]
 mod tests {
-    use super::drop_released;
+    use super::{drop_released, put_down};
     use crate::device::cuda::tests::{assert_refused, fake_device};
     use crate::device::Device;
     use crate::error::Code;
     use std::ffi::c_void;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::Arc;
+
+    #[test]
+    fn a_forked_child_drops_nothing_of_its_parents() {
+        struct Unmaps;
+        impl Drop for Unmaps {
+            fn drop(&mut self) {
+                DROPPED.store(true, Ordering::SeqCst);
+            }
+        }
+        static DROPPED: AtomicBool = AtomicBool::new(false);
+        put_down(Arc::new(Unmaps));
+        // Another test may have it dropped at any moment, also before the fork: then the child has nothing to drop.
+        // SAFETY: the child drops what was put down, which is nothing, and leaves by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let earlier = DROPPED.load(Ordering::SeqCst);
+            drop_released();
+            let dropped = DROPPED.load(Ordering::SeqCst) && !earlier;
+            // SAFETY: ends the child without running anything of its parent's.
+            unsafe { libc::_exit(i32::from(dropped)) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above and writes its status to a local.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0);
+    }
 
     #[test]
     fn what_a_graph_keeps_is_put_down_when_it_goes_and_dropped_later() {
@@ -99,9 +132,9 @@ mod tests {
         keep(0x50C).expect("kept");
         assert_eq!(Arc::strong_count(&kept), 2);
         fake.ask(c"fake_end_graph");
-        // Other tests end engines at the same time, which may have taken it along already.
-        drop_released();
-        for _ in 0..1000 {
+        // Not at once: what engines of other tests put down must stay while those say so.
+        for _ in 0..10_000 {
+            crate::launch::beat();
             if Arc::strong_count(&kept) == 1 {
                 break;
             }

@@ -28,17 +28,17 @@ mod virtual_memory;
 use super::{
     Device, DeviceKind, Devices, Export, Launch, Mapping, Mark, Memory, Placement, Sharing, StreamKey, Ticket,
 };
+use crate::bootstrap::Descriptor;
 use crate::error::{Error, Result};
 use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failure, Unusable};
 use crate::{info, warning};
 use context::{Handle, RelaxedCapture, Scope};
 use cudarc::driver::sys::{self as types, CUctx_st, CUdevice_attribute, CUstream_st};
-pub use graphs::{drop_released, put_down};
+pub use graphs::{drop_released, has_released, put_down};
 use module::{Image, Kernels};
 use once_cell::sync::{Lazy, OnceCell};
 use std::any::Any;
 use std::ffi::{c_char, c_int, c_void, CStr};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// GPUs that one process can use.
@@ -393,7 +393,7 @@ impl Device for CudaDevice {
         self.export_memory(bytes, sharing)
     }
 
-    fn import(self: Arc<Self>, ticket: &Ticket, fd: OwnedFd) -> Result<Box<dyn Mapping>> {
+    fn import(self: Arc<Self>, ticket: &Ticket, fd: Descriptor) -> Result<Box<dyn Mapping>> {
         self.import_memory(ticket, fd)
     }
 

@@ -8,12 +8,13 @@
 //! Physical memory of VMM stays until its last mapping in any process goes, so each side unmaps when its own kernels
 //! have left. Memory of legacy IPC must not be freed, nor lent again, before every importer closed it. So each importer
 //! holds the write end of a pipe until then, and the owner parks the block with the read end until that says that no
-//! writer is left. The end of a process closes its ends too; a child that is forked without exec keeps them as long as it
-//! lives. What came back is lent again by the pool.
+//! writer is left. The end of a process closes its ends too, and so does a forked child (`Descriptor`). What came back is
+//! lent again by the pool.
 
 use super::context::RelaxedCapture;
 use super::virtual_memory::{access_of, Physical};
 use super::CudaDevice;
+use crate::bootstrap::Descriptor;
 use crate::device::{Device, Export, Mapping, Memory, Placement, Sharing, Ticket};
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CUdeviceptr, CUipcMemHandle, CallResult, Failure};
@@ -32,7 +33,7 @@ const SMALLEST_IPC_BYTES: usize = 2 << 20;
 /// Memory of legacy IPC whose importers have not all left.
 struct Parked {
     _memory: Memory,
-    importers: OwnedFd,
+    importers: Descriptor,
 }
 
 static PARKED: ProcessLocal<Mutex<Vec<Parked>>> = ProcessLocal::new();
@@ -92,7 +93,7 @@ struct Opened {
     device: Arc<CudaDevice>,
     address: CUdeviceptr,
     /// Closed after the memory is.
-    _present: OwnedFd,
+    _present: Descriptor,
 }
 
 impl Mapping for Opened {
@@ -133,7 +134,7 @@ impl CudaDevice {
         })
     }
 
-    pub(super) fn import_memory(self: Arc<Self>, ticket: &Ticket, fd: OwnedFd) -> Result<Box<dyn Mapping>> {
+    pub(super) fn import_memory(self: Arc<Self>, ticket: &Ticket, fd: Descriptor) -> Result<Box<dyn Mapping>> {
         let imported = match ticket {
             Ticket::Handle { bytes } => self.import_by_handle(&fd, *bytes).map_err(plain),
             Ticket::Ipc { handle } => self.import_by_ipc(handle, fd),
@@ -158,6 +159,7 @@ impl CudaDevice {
             Ok((self.mapped(physical.map(&memory.access)?, physical.bytes), fd))
         };
         let (mapping, fd) = map().map_err(plain)?;
+        let fd = Descriptor::new(fd).map_err(|errno| format!("no descriptor: {errno}"))?;
         self.zero(mapping.address, bytes).map_err(|error| error.text)?;
         let ticket = Ticket::Handle { bytes: mapping.bytes };
         Ok(Export {
@@ -167,7 +169,7 @@ impl CudaDevice {
         })
     }
 
-    fn import_by_handle(self: &Arc<Self>, fd: &OwnedFd, bytes: usize) -> CallResult<Box<dyn Mapping>> {
+    fn import_by_handle(self: &Arc<Self>, fd: &Descriptor, bytes: usize) -> CallResult<Box<dyn Mapping>> {
         let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
         let physical = Physical::import(self.driver, fd, bytes)?;
         Ok(Box::new(self.mapped(physical.map(&[access_of(self.ordinal)])?, bytes)))
@@ -196,23 +198,25 @@ impl CudaDevice {
             unsafe { self.driver.call.cuIpcGetMemHandle(&mut handle, address as CUdeviceptr) }.map_err(plain)?;
         }
         let (importers, present) = std::io::pipe().map_err(|error| format!("no pipe: {error}"))?;
+        let descriptor = |end: OwnedFd| Descriptor::new(end).map_err(|errno| format!("no pipe: {errno}"));
+        let (importers, present) = (descriptor(importers.into())?, descriptor(present.into())?);
         let parked = Parked {
             _memory: memory,
-            importers: importers.into(),
+            importers,
         };
         Ok(Export {
             mapping: Box::new(Lent(Some(parked), address)),
             ticket: Ticket::Ipc {
                 handle: handle.reserved.map(|byte| byte as u8).to_vec(),
             },
-            fd: present.into(),
+            fd: present,
         })
     }
 
     fn import_by_ipc(
         self: &Arc<Self>,
         handle: &[u8],
-        present: OwnedFd,
+        present: Descriptor,
     ) -> std::result::Result<Box<dyn Mapping>, String> {
         let handle: [u8; 64] = handle.try_into().map_err(|_| "its handle has not 64 bytes")?;
         let handle = CUipcMemHandle {

@@ -2,6 +2,7 @@
 
 use super::tests::{assert_refused, fake_device, IMAGE};
 use super::CudaDevice;
+use crate::bootstrap::Descriptor;
 use crate::device::{Device, Export, Mapping, Sharing, Ticket};
 use crate::error::Code;
 use crate::sys::fake::Fake;
@@ -25,8 +26,12 @@ fn set_failing(fake: &Fake, function: &'static std::ffi::CStr) {
 }
 
 fn import(device: &Arc<CudaDevice>, export: &Export) -> crate::error::Result<Box<dyn Mapping>> {
+    Arc::clone(device).import(&export.ticket, copy(export))
+}
+
+fn copy(export: &Export) -> Descriptor {
     let fd = export.fd.as_fd().try_clone_to_owned().expect("a copy");
-    Arc::clone(device).import(&export.ticket, fd)
+    Descriptor::new(fd).expect("a descriptor")
 }
 
 fn byte(mapping: &dyn Mapping, at: usize) -> &AtomicU8 {
@@ -157,9 +162,8 @@ fn every_failing_call_is_named_with_the_remedy_and_leaves_nothing() {
     }
     set_failing(&fake, c"");
     let short = Ticket::Ipc { handle: vec![0; 63] };
-    let fd = good_ipc.fd.as_fd().try_clone_to_owned().expect("a copy");
     assert_refused(
-        device.clone().import(&short, fd),
+        device.clone().import(&short, copy(&good_ipc)),
         Code::UnhandledCudaError,
         &["its handle has not 64 bytes", remedy],
     );
@@ -194,6 +198,49 @@ fn a_device_without_vmm_shares_by_legacy_ipc() {
     );
 }
 
+/// The block at `address` once the pool lends it again. A child that another test forks holds copies of a pipe for a
+/// moment.
+fn lent_again(device: &Arc<CudaDevice>, address: *mut u8) -> Export {
+    let mut others = Vec::new();
+    loop {
+        let export = device.clone().export(1, Sharing::Ipc).expect("exported");
+        if export.mapping.address() == address {
+            return export;
+        }
+        others.push(export);
+        assert!(others.len() < 500, "the block never came back");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
+/// A data loader's worker that lives on while the communicators of its parent come and go.
+#[test]
+fn a_forked_child_keeps_no_block_of_legacy_ipc() {
+    let (_fake, device) = fake_device("ipc_fork");
+    let (_peer_fake, peer) = fake_device("ipc_fork_peer");
+    let export = device.clone().export(1, Sharing::Ipc).expect("exported");
+    let imported = import(&peer, &export).expect("imported");
+    let address = export.mapping.address();
+    // SAFETY: the child waits to be killed.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        loop {
+            // SAFETY: as above.
+            unsafe { libc::pause() };
+        }
+    }
+    drop((export, imported));
+    drop(lent_again(&device, address));
+    // SAFETY: kills and waits for the child made above; no status is asked for.
+    let ended = unsafe {
+        (
+            libc::kill(child, libc::SIGKILL),
+            libc::waitpid(child, std::ptr::null_mut(), 0),
+        )
+    };
+    assert_eq!(ended, (0, child));
+}
+
 #[test]
 fn memory_of_legacy_ipc_is_lent_again_only_when_every_importer_has_left() {
     let (fake, device) = fake_device("ipc");
@@ -216,17 +263,7 @@ fn memory_of_legacy_ipc_is_lent_again_only_when_every_importer_has_left() {
     assert_ne!(third.mapping.address(), address, "one importer still writes there");
     drop(second);
     assert_eq!(peer_fake.get::<i32>(c"fake_opened"), 0);
-    // A child that another test forks meanwhile holds copies of the pipe for a moment.
-    let mut others = Vec::new();
-    let again = loop {
-        let export = device.clone().export(1, Sharing::Ipc).expect("exported");
-        if export.mapping.address() == address {
-            break export;
-        }
-        others.push(export);
-        assert!(others.len() < 500, "the block never came back");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    };
+    let again = lent_again(&device, address);
     assert_eq!(read(again.mapping.as_ref(), 0), 0, "zeroed anew");
     assert_eq!((fake.count(c"cuMemFree"), peer_fake.count(c"cuMemFree")), (0, 0));
     undisturbed(&fake);

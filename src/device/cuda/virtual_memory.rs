@@ -9,7 +9,7 @@ use crate::sys::cuda::{CUdeviceptr, CUmemAccessDesc, CUmemAllocationProp, CUmemG
 use crate::sys::cuda::{CallResult, Driver};
 use cudarc::driver::sys as types;
 use std::ffi::{c_int, c_void};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 /// How memory of one device is made for other processes and for network cards.
 pub(super) struct VirtualMemory {
@@ -127,9 +127,9 @@ impl<'a> Physical<'a> {
     }
 
     /// Memory of `bytes` that a process exported as `fd`.
-    pub(super) fn import(driver: &'a Driver, fd: &OwnedFd, bytes: usize) -> CallResult<Physical<'a>> {
+    pub(super) fn import(driver: &'a Driver, fd: &impl AsFd, bytes: usize) -> CallResult<Physical<'a>> {
         let mut handle = 0;
-        let shareable = fd.as_raw_fd() as usize as *mut c_void;
+        let shareable = fd.as_fd().as_raw_fd() as usize as *mut c_void;
         // SAFETY: a descriptor travels as the pointer's value; writes one handle.
         unsafe {
             driver

@@ -15,6 +15,7 @@ use super::capture::Capture;
 use super::graph::{Executable, Graph, Kept, Replay};
 use super::stream::{patiently, Moment, Stream};
 use super::{run_blocks, HostKernel, Worker};
+use crate::abi::entry::panic_text;
 use crate::device::StreamKey;
 use crate::error::{Error, Result};
 use crate::sys::condvar::Condvar;
@@ -62,9 +63,8 @@ impl Task {
     fn run(&self, crew: &mut Vec<Worker>) -> Result<()> {
         match self {
             Task::Call(call) => catch_unwind(AssertUnwindSafe(call)).map_err(|panic| {
-                let text = panic.downcast_ref::<String>().map(String::as_str);
-                let text = text.or(panic.downcast_ref::<&str>().copied());
-                Error::internal(format!("a call in a stream panicked: {}", text.unwrap_or("no text")))
+                let text = panic_text(panic.as_ref());
+                Error::internal(format!("a call in a stream panicked: {text}"))
             }),
             Task::Kernel {
                 kernel,

@@ -11,16 +11,19 @@ mod tests;
 
 pub(super) use page::{Page, Reservation};
 
+use crate::bootstrap::Cancel;
 use crate::error::{Error, Result};
 use crate::plan::budget::grant;
 use crate::warning;
 use page::Entry;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Tries beside communicators that form at the same time.
 const TRIES: u32 = 6;
+/// How soon a rank that waits sees that it is aborted.
+const LOOK: Duration = Duration::from_millis(20);
 /// Processes that a refusal names.
 const NAMED: usize = 8;
 
@@ -28,7 +31,7 @@ const NAMED: usize = 8;
 pub(super) type Exchange<'a> = &'a dyn Fn(Result<Vec<u8>>) -> Result<Vec<Vec<u8>>>;
 
 /// A rank that asks for blocks of its GPU.
-pub(super) struct Claim {
+pub(super) struct Claim<'a> {
     pub(super) page: Page,
     /// The GPU's name.
     pub(super) device: String,
@@ -41,9 +44,10 @@ pub(super) struct Claim {
     pub(super) sharing: u32,
     /// Whether to start although nothing is free.
     pub(super) overcommit: bool,
+    pub(super) cancel: &'a Cancel,
 }
 
-impl Claim {
+impl Claim<'_> {
     /// The blocks of each rank, the same on all of them, and this rank's hold on them. Collective. `used` are the blocks
     /// that a rank uses of those that it may have.
     pub(super) fn agree(&self, used: &dyn Fn(u32) -> u32, exchange: Exchange) -> Result<(u32, Reservation)> {
@@ -55,7 +59,7 @@ impl Claim {
             }
             // Everyone has given back before anyone tries again.
             exchange(Ok(Vec::new()))?;
-            std::thread::sleep(self.pause(number));
+            self.sleep(self.pause(number));
         }
         let taken = self.take(most, TRIES - 1).and_then(|(taken, others)| match taken {
             None => Err(self.refusal(&others)),
@@ -78,7 +82,7 @@ impl Claim {
             *seen.borrow_mut() = entries.to_vec();
             self.blocks(entries, most, number)
         };
-        let taken = self.page.reserve(holder, &decide)?;
+        let taken = self.page.reserve(holder, &decide, self.cancel)?;
         let mut others = seen.into_inner();
         let held = sum(&others) + taken.as_ref().map_or(0, |taken| u64::from(taken.blocks()));
         if taken.is_some() && held > u64::from(self.capacity) {
@@ -123,7 +127,7 @@ impl Claim {
         let offers = exchange(offer.map(|blocks| blocks.to_ne_bytes().to_vec()))?;
         let blocks = parse(&offers)?.into_iter().min().unwrap_or(0);
         Ok(taken.filter(|_| blocks > 0).map(|mut reservation| {
-            reservation.shrink(used(blocks));
+            reservation.shrink(used(blocks), self.cancel);
             (blocks, reservation)
         }))
     }
@@ -131,6 +135,18 @@ impl Claim {
     /// Communicators that got into each other's way wait for different times, since their numbers are random.
     fn pause(&self, number: u32) -> Duration {
         Duration::from_millis(self.communicator.rotate_right(8 * number) % (32 << number))
+    }
+
+    /// Ended early by an abort, which the exchange that follows finds.
+    fn sleep(&self, pause: Duration) {
+        let begun = Instant::now();
+        while !self.cancel.is_set() {
+            let left = pause.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return;
+            }
+            std::thread::sleep(left.min(LOOK));
+        }
     }
 
     fn refusal(&self, others: &[Entry]) -> Error {

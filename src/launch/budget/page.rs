@@ -1,7 +1,7 @@
 //! The page of a GPU: which communicators hold how many of its blocks, for all processes of a user.
 //!
 //! ```text
-//! /dev/shm/ossicle-<user>-<UUID of the GPU>      [ header: 64 bytes ][ entry 0 ][ entry 1 ] ... [ entry 511 ]
+//! /dev/shm/ossicle-<user>-<UUID of the GPU>-v1   [ header: 64 bytes ][ entry 0 ][ entry 1 ] ... [ entry 511 ]
 //! ```
 //!
 //! Locks of open file descriptions (`F_OFD_SETLK`) say who is there. Every reservation opens the file for itself and
@@ -11,21 +11,30 @@
 //! must be repaired: content is believed only of an entry whose lock is held, and its holder wrote it before it let go
 //! of the header's. The file is never deleted. A forked child closes its copies (`Descriptor`).
 //!
-//! Where the file cannot be used, a table of this process stands in for it, and a line at INFO says so.
+//! /dev/shm is everybody's, so another user may have put anything there under the page's name, a second name of a private
+//! file of this user included. So only a file with one name is written, and only one that is empty or begins as a page
+//! does is reset, while nobody holds an entry. Another version has a page of its own.
+//!
+//! Where the file cannot be used, a table of this process stands in for it, and a line at WARN says so once a process.
 
-use crate::bootstrap::Descriptor;
+use crate::bootstrap::{Cancel, Descriptor};
 use crate::error::{Error, Result};
-use crate::info;
 use crate::sys::process_local::ProcessLocal;
+use crate::{info, warning};
 use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// A file that begins otherwise is of another version, or spoiled.
+/// What every page begins with. A file that begins otherwise is no page.
+const MAGIC: &[u8] = b"ossicle: blocks held";
+/// Of the header and the entries; part of the file's name.
+const VERSION: u32 = 1;
+/// A page that begins otherwise is spoiled.
 const HEADER: [u8; HEADER_BYTES] =
     *b"ossicle: blocks held on a GPU, version 1\n\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
 const HEADER_BYTES: usize = 64;
@@ -134,21 +143,22 @@ impl Page {
 
     pub(super) fn path(&self) -> PathBuf {
         let gpu: String = self.gpu.iter().map(|byte| format!("{byte:02x}")).collect();
-        self.folder.join(format!("ossicle-{}-{gpu}", self.user))
+        self.folder.join(format!("ossicle-{}-{gpu}-v{VERSION}", self.user))
     }
 
     /// Asks `decide` how many blocks to take while the entries that it sees are all there are, and holds them. No
     /// reservation where it says 0.
-    pub(super) fn reserve(&self, holder: Entry, decide: &dyn Fn(&[Entry]) -> u32) -> Result<Option<Reservation>> {
-        let taken = match File::open(self).and_then(|file| file.reserve(holder, decide)) {
+    pub(super) fn reserve(
+        &self,
+        holder: Entry,
+        decide: &dyn Fn(&[Entry]) -> u32,
+        cancel: &Cancel,
+    ) -> Result<Option<Reservation>> {
+        let taken = match File::open(self).and_then(|file| file.reserve(holder, decide, cancel)) {
             Ok(taken) => taken,
             Err(Trouble::Failed(error)) => return Err(error),
             Err(Trouble::Unusable(why)) => {
-                info!(
-                    Init,
-                    "{} is not used, so that other processes on the GPU are not counted: {why}",
-                    self.path().display()
-                );
+                self.say_unusable(&why);
                 self.reserve_here(holder, decide)
             }
         };
@@ -157,6 +167,18 @@ impl Page {
             blocks,
             process: std::process::id(),
         }))
+    }
+
+    fn say_unusable(&self, why: &str) {
+        static SAID: ProcessLocal<AtomicBool> = ProcessLocal::new();
+        let text = format!(
+            "{} is not used, so that other processes on the GPU are not counted: {why}",
+            self.path().display()
+        );
+        match SAID.get().swap(true, Ordering::Relaxed) {
+            false => warning!("{text}"),
+            true => info!(Init, "{text}"),
+        }
     }
 
     fn reserve_here(&self, holder: Entry, decide: &dyn Fn(&[Entry]) -> u32) -> Option<(Held, u32)> {
@@ -180,11 +202,11 @@ impl Reservation {
     }
 
     /// Gives back all but `blocks`.
-    pub(super) fn shrink(&mut self, blocks: u32) {
+    pub(super) fn shrink(&mut self, blocks: u32, cancel: &Cancel) {
         self.blocks = blocks.min(self.blocks);
         match &self.held {
             // A page that cannot be written keeps the larger number, which is safe.
-            Some(Held::File { file, index }) => drop(file.shrink(*index, self.blocks)),
+            Some(Held::File { file, index }) => drop(file.shrink(*index, self.blocks, cancel)),
             Some(Held::Table { page, ticket }) => {
                 let mut tables = TABLES.get().lock();
                 let mut entries = tables.entries.get_mut(page).into_iter().flatten();
@@ -252,18 +274,19 @@ impl File {
         let stat = rustix::fs::fstat(&opened).map_err(|errno| Trouble::of("examine", errno))?;
         let others = Mode::from_raw_mode(stat.st_mode) & (Mode::RWXG | Mode::RWXO);
         let plain = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-        if !plain || stat.st_uid != page.user || !others.is_empty() {
+        if !plain || stat.st_uid != page.user || !others.is_empty() || stat.st_nlink != 1 {
             return Err(Trouble::Unusable(format!(
-                "it belongs to user {} with mode {:o}; it must be a file of user {} that nobody else may open",
-                stat.st_uid, stat.st_mode, page.user
+                "it belongs to user {} with mode {:o} and {} names; it must be a file of user {} with one name that nobody \
+                 else may open",
+                stat.st_uid, stat.st_mode, stat.st_nlink, page.user
             )));
         }
         let descriptor = Descriptor::new(opened).map_err(|errno| Trouble::of("open", errno))?;
         Ok(File { descriptor, path })
     }
 
-    fn reserve(self, holder: Entry, decide: &dyn Fn(&[Entry]) -> u32) -> Answer<Option<(Held, u32)>> {
-        let turn = self.lock()?;
+    fn reserve(self, holder: Entry, decide: &dyn Fn(&[Entry]) -> u32, cancel: &Cancel) -> Answer<Option<(Held, u32)>> {
+        let turn = self.lock(cancel)?;
         let entries = self.entries()?;
         let others: Vec<Entry> = entries.iter().map(|(_, entry)| *entry).collect();
         let blocks = decide(&others);
@@ -273,7 +296,7 @@ impl File {
         let entry = Entry { blocks, ..holder };
         let free = (0..ENTRIES).filter(|index| entries.iter().all(|(taken, _)| taken != index));
         for index in free {
-            // The byte of an entry without content may be locked all the same: by someone whose file was reset.
+            // The byte of an entry without content may be locked all the same: someone overwrote it.
             match self.fcntl(libc::F_OFD_SETLK, libc::F_WRLCK, place(index), 1) {
                 Ok(_) => {
                     self.write(index, &entry)?;
@@ -290,7 +313,7 @@ impl File {
         ))))
     }
 
-    /// Under the lock: the entries that someone holds. Clears the others, and a file that is no page of this version.
+    /// Under the lock: the entries that someone holds. Clears the others, and a page that is spoiled.
     fn entries(&self) -> Answer<Vec<(usize, Entry)>> {
         let mut bytes = vec![0; place(ENTRIES)];
         let mut read = 0;
@@ -302,9 +325,7 @@ impl File {
             }
         }
         if bytes[..HEADER_BYTES] != HEADER {
-            if read > 0 {
-                info!(Init, "{} is no page of this version: it is reset", self.path.display());
-            }
+            self.check_reset(&bytes[..read])?;
             bytes.fill(0);
             bytes[..HEADER_BYTES].copy_from_slice(&HEADER);
             self.write_at(0, &bytes)?;
@@ -323,8 +344,30 @@ impl File {
         Ok(held)
     }
 
-    fn shrink(&self, index: usize, blocks: u32) -> Answer<()> {
-        let _turn = self.lock()?;
+    /// Whether a file with this content may be reset.
+    fn check_reset(&self, bytes: &[u8]) -> Answer<()> {
+        if !bytes.is_empty() && !bytes.starts_with(MAGIC) {
+            return Err(Trouble::Unusable(String::from(
+                "it is not empty and no page of Ossicle's: remove it, unless it is something of yours",
+            )));
+        }
+        match self.fcntl(libc::F_OFD_GETLK, libc::F_WRLCK, HEADER_BYTES, TO_THE_END) {
+            Ok(libc::F_UNLCK) => {}
+            Ok(_) => {
+                return Err(Trouble::Unusable(String::from(
+                    "something overwrote it while communicators hold blocks: it begins anew when they have ended",
+                )))
+            }
+            Err(errno) => return Err(Trouble::of("lock", errno)),
+        }
+        if !bytes.is_empty() {
+            info!(Init, "{} is spoiled: it is reset", self.path.display());
+        }
+        Ok(())
+    }
+
+    fn shrink(&self, index: usize, blocks: u32, cancel: &Cancel) -> Answer<()> {
+        let _turn = self.lock(cancel)?;
         self.write_at(place(index) + BLOCKS_AT, &blocks.to_ne_bytes())
     }
 
@@ -341,11 +384,14 @@ impl File {
     }
 
     /// Waits for its turn on the page.
-    fn lock(&self) -> Answer<Turn<'_>> {
+    fn lock(&self, cancel: &Cancel) -> Answer<Turn<'_>> {
         let begun = Instant::now();
         loop {
             match self.fcntl(libc::F_OFD_SETLK, libc::F_WRLCK, 0, 1) {
                 Ok(_) => return Ok(Turn(self)),
+                Err(Errno::AGAIN | Errno::ACCESS) if cancel.is_set() => {
+                    return Err(Trouble::Failed(Error::usage("the call was ended by ncclCommAbort")))
+                }
                 Err(Errno::AGAIN | Errno::ACCESS) if begun.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(Duration::from_micros(200));
                 }

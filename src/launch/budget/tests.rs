@@ -46,16 +46,19 @@ fn holder(communicator: u64) -> Entry {
 }
 
 fn take(page: &Page, communicator: u64, blocks: u32) -> Reservation {
-    page.reserve(holder(communicator), &|_| blocks).unwrap().unwrap()
+    page.reserve(holder(communicator), &|_| blocks, &Cancel::default())
+        .unwrap()
+        .unwrap()
 }
 
 /// What is held now, in order.
 fn held(page: &Page) -> Vec<u32> {
     let seen = RefCell::new(Vec::new());
-    let none = page.reserve(holder(0), &|entries| {
+    let look = |entries: &[Entry]| {
         *seen.borrow_mut() = entries.iter().map(|entry| entry.blocks).collect();
         0
-    });
+    };
+    let none = page.reserve(holder(0), &look, &Cancel::default());
     assert!(none.unwrap().is_none());
     let mut seen = seen.into_inner();
     seen.sort_unstable();
@@ -68,9 +71,9 @@ fn a_reservation_counts_until_it_is_dropped() {
     let page = folder.page();
     let (first, mut second) = (take(&page, 1, 7), take(&page, 2, 20));
     assert_eq!(held(&page), [7, 20]);
-    second.shrink(3);
+    second.shrink(3, &Cancel::default());
     assert_eq!((second.blocks(), held(&page)), (3, vec![3, 7]));
-    second.shrink(9);
+    second.shrink(9, &Cancel::default());
     assert_eq!(held(&page), [3, 7]);
     drop(first);
     assert_eq!(held(&page), [3]);
@@ -89,7 +92,7 @@ fn a_reservation_counts_until_it_is_dropped() {
     assert_eq!(held(&page), [0u32; 0]);
 }
 
-/// What another program wrote, or an older version, or half of a file, is reset; and afterwards the page works.
+/// A page whose header is not whole, or that has entries of nobody, begins anew; and afterwards it works.
 #[test]
 fn a_spoiled_page_is_reset() {
     let folder = Folder::new("spoiled");
@@ -98,9 +101,9 @@ fn a_spoiled_page_is_reset() {
         let _held = take(&page, 1, 7);
         fs::read(page.path()).unwrap()
     };
-    let mut foreign = good.clone();
-    foreign[39] = b'2';
-    for content in [vec![0xff; 100_000], good[..40].to_vec(), foreign, vec![0; 64], vec![]] {
+    let mut spoiled = good.clone();
+    spoiled[39] = b'2';
+    for content in [good[..40].to_vec(), spoiled.clone(), vec![]] {
         fs::write(page.path(), &content).unwrap();
         assert_eq!(held(&page), [0u32; 0]);
         let _held = take(&page, 2, 9);
@@ -112,6 +115,72 @@ fn a_spoiled_page_is_reset() {
     fs::write(page.path(), &stale).unwrap();
     assert_eq!(held(&page), [0u32; 0]);
     assert!(fs::read(page.path()).unwrap()[64..].iter().all(|byte| *byte == 0));
+    // Who still holds an entry would not be seen any more.
+    let first = take(&page, 1, 7);
+    for content in [spoiled, vec![]] {
+        fs::write(page.path(), &content).unwrap();
+        let here = take(&page, 2, 9);
+        assert_eq!(held(&page), [9]);
+        assert_eq!(fs::read(page.path()).unwrap(), content);
+        drop(here);
+    }
+    drop(first);
+    let _held = take(&page, 3, 5);
+    assert_eq!(held(&page), [5]);
+    assert_eq!(fs::read(page.path()).unwrap()[..64], good[..64]);
+}
+
+/// Another user may make the page's name a second one of any file, also of one that is private and not empty.
+#[test]
+fn a_file_that_is_no_page_is_not_written() {
+    let folder = Folder::new("private");
+    let private = folder.0.join("private");
+    let page = folder.page();
+    let content = |number: u8| match number {
+        0 => b"a key of the user".to_vec(),
+        1 => vec![0; 64],
+        2 => vec![0xff; 100_000],
+        _ => vec![],
+    };
+    for number in 0..4 {
+        fs::write(&private, content(number)).unwrap();
+        fs::set_permissions(&private, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::hard_link(&private, page.path()).unwrap();
+        let first = take(&page, 1, 7);
+        assert_eq!(held(&page), [7]);
+        assert_eq!(fs::read(&private).unwrap(), content(number), "as a link");
+        drop(first);
+        if number < 3 {
+            // Its first name may go at any moment.
+            fs::remove_file(&private).unwrap();
+            let _first = take(&page, 1, 7);
+            assert_eq!(held(&page), [7]);
+            assert_eq!(fs::read(page.path()).unwrap(), content(number), "as a file");
+        }
+        fs::remove_file(page.path()).unwrap();
+    }
+}
+
+/// A process that was stopped has the page; who waits for it is aborted.
+#[test]
+fn who_waits_for_the_page_is_ended_by_an_abort() {
+    let folder = Folder::new("abort");
+    let page = folder.page();
+    drop(take(&page, 1, 7));
+    let file = fs::OpenOptions::new().read(true).write(true).open(page.path()).unwrap();
+    let lock = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open and the operation takes a flock.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) }, 0);
+    let cancel = Cancel::default();
+    cancel.0.store(true, std::sync::atomic::Ordering::Release);
+    let refused = page.reserve(holder(2), &|_| 1, &cancel).map(|_| ());
+    assert_eq!(refused, Err(Error::usage("the call was ended by ncclCommAbort")));
 }
 
 /// The table of this process stands in where the file is another user's, open to others, a link, or has no folder.
@@ -150,7 +219,7 @@ fn a_file_that_is_not_this_users_own_is_left_alone() {
     for refused in [stranger, open, link, nowhere] {
         let mut first = take(&refused, 1, 7);
         let second = take(&refused, 2, 20);
-        first.shrink(6);
+        first.shrink(6, &Cancel::default());
         assert_eq!(held(&refused), [6, 20]);
         drop(second);
         assert_eq!(held(&refused), [6]);
@@ -175,7 +244,8 @@ fn a_full_page_is_said() {
     };
     // SAFETY: the descriptor is open and the operation takes a flock.
     assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) }, 0);
-    let error = page.reserve(holder(2), &|_| 1).map(|_| ()).unwrap_err();
+    let refused = page.reserve(holder(2), &|_| 1, &Cancel::default());
+    let error = refused.map(|_| ()).unwrap_err();
     assert_eq!(error.code, Code::InvalidUsage);
     assert!(error.text.contains(&ENTRIES.to_string()), "{error}");
     drop(file);
@@ -186,6 +256,11 @@ fn a_full_page_is_said() {
 
 /// This program again, holding blocks of the page in `folder` until it is killed or told to end.
 fn child(folder: &Folder, blocks: u32) -> Child {
+    told(folder, &blocks.to_string()).0
+}
+
+/// As `child`, with its own answer. "7 forks": its own forked child lives on, whose number it says.
+fn told(folder: &Folder, what: &str) -> (Child, String) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",
@@ -197,13 +272,10 @@ fn child(folder: &Folder, blocks: u32) -> Child {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    writeln!(child.stdin.as_mut().unwrap(), "{blocks} {}", folder.0.display()).unwrap();
-    let lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
-    assert!(
-        lines.map_while(|line| line.ok()).any(|line| line.ends_with("holds")),
-        "the child ended early"
-    );
-    child
+    writeln!(child.stdin.as_mut().unwrap(), "{} {what}", folder.0.display()).unwrap();
+    let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
+    let answer = lines.find_map(|line| Some(line.ok()?.split_once("holds")?.1.trim().to_owned()));
+    (child, answer.expect("the child ended early"))
 }
 
 #[test]
@@ -211,7 +283,8 @@ fn child(folder: &Folder, blocks: u32) -> Child {
 fn child_process() {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
-    let Some((blocks, folder)) = line.trim_end().split_once(' ') else {
+    let mut words = line.split_whitespace();
+    let (Some(folder), Some(blocks)) = (words.next(), words.next()) else {
         return;
     };
     let page = Page {
@@ -219,8 +292,44 @@ fn child_process() {
         ..Page::of_this_user([0xab; 16])
     };
     let _held = take(&page, u64::from(std::process::id()), blocks.parse().unwrap());
-    println!("holds");
+    match words.next() {
+        None => println!("holds"),
+        Some(_) => {
+            // SAFETY: the child only waits to be killed.
+            let forked = unsafe { libc::fork() };
+            if forked == 0 {
+                loop {
+                    // SAFETY: as above.
+                    unsafe { libc::pause() };
+                }
+            }
+            println!("holds {forked}");
+        }
+    }
     std::io::stdin().read_line(&mut line).unwrap();
+}
+
+/// The end of a parent that is killed gives back although its forked child, which had copies of its descriptors, lives.
+#[test]
+fn a_forked_child_keeps_nothing_of_a_parent_that_was_killed() {
+    let folder = Folder::new("orphan");
+    let page = folder.page();
+    let (mut parent, forked) = told(&folder, "7 forks");
+    let before = held(&page);
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    // The handler of the fork runs in the child, whenever that has its turn.
+    let begun = std::time::Instant::now();
+    let mut after = held(&page);
+    while !after.is_empty() && begun.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(5));
+        after = held(&page);
+    }
+    let forked: i32 = forked.parse().unwrap();
+    // SAFETY: signals only; the child that was forked above does not end by itself, so the number is still its.
+    let (lives, killed) = unsafe { (libc::kill(forked, 0), libc::kill(forked, libc::SIGKILL)) };
+    assert_eq!((before, after), (vec![7], vec![]));
+    assert_eq!((lives, killed), (0, 0));
 }
 
 #[test]
@@ -248,8 +357,7 @@ fn processes_see_each_other_and_the_killed_no_more() {
     last.wait().unwrap();
 }
 
-/// A forked child has copies of the parent's descriptors: it gives nothing back of what the parent holds, and keeps
-/// nothing of what the parent gives back.
+/// A forked child gives nothing back of what the parent holds, and keeps nothing of what the parent gives back.
 #[test]
 fn a_forked_child_neither_gives_back_nor_keeps() {
     let folder = Folder::new("fork");
@@ -317,17 +425,19 @@ fn form(
     let round = Arc::new(Round::new(ranks as usize));
     let threads: Vec<_> = (0..ranks)
         .map(|rank| {
-            let claim = Claim {
-                page: pages[(rank / sharing) as usize].clone(),
-                device: format!("GPU {}", rank / sharing),
-                capacity,
-                communicator,
-                rank,
-                sharing,
-                overcommit,
-            };
+            let page = pages[(rank / sharing) as usize].clone();
             let round = Arc::clone(&round);
             std::thread::spawn(move || {
+                let claim = Claim {
+                    page,
+                    device: format!("GPU {}", rank / sharing),
+                    capacity,
+                    communicator,
+                    rank,
+                    sharing,
+                    overcommit,
+                    cancel: &Cancel::default(),
+                };
                 let exchange = |offer| round.exchange(rank as usize, offer);
                 claim.agree(&|blocks| blocks.min(16), &exchange)
             })
@@ -416,6 +526,7 @@ fn who_gets_nothing_tries_again_with_less() {
         rank: 0,
         sharing: 1,
         overcommit: false,
+        cancel: &Cancel::default(),
     };
     let (blocks, reservation) = claim.agree(&|blocks| blocks.min(16), &exchange).unwrap();
     assert_eq!((blocks, reservation.blocks(), held(&page)), (8, 8, vec![8]));
