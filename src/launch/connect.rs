@@ -3,7 +3,7 @@
 use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
-use super::lending::{Lending, Member};
+use super::lending::Lending;
 use super::settings::{self, Settings};
 use super::templates::Own;
 use super::{running, Engine, KernelMemory};
@@ -276,7 +276,7 @@ pub(super) fn assemble(
         reservation: None,
     };
     running::enter(&engine);
-    engine.clique.members.lock().push(Member::of(&engine));
+    engine.clique.members.lock().enter(&engine);
     Ok(engine)
 }
 

@@ -17,6 +17,10 @@
 use super::layout::{Control, LENDS_INPUT, LENDS_OUTPUT, STOP_ABORT, STOP_FROM_SHIFT, STOP_PEER_LOST};
 use super::{Engine, KernelMemory};
 use crate::device::{self, Device, DeviceKind, Devices};
+use crate::error::Result;
+use crate::info;
+use crate::plan::Call;
+use crate::request::Request;
 use crate::transport::Path;
 use crate::warning;
 use std::fmt;
@@ -33,11 +37,20 @@ const TAKE_BACK_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) struct Lending {
     /// The devices of all ranks.
     devices: Devices,
+    /// Those are several.
+    crosses: bool,
     /// Why nothing is lent.
     refusal: Option<&'static str>,
     /// Whether each is lent at all where it can be; a test may want only one.
     pub(super) input: bool,
     pub(super) output: bool,
+}
+
+/// Whose kernels reach an operation's buffers.
+#[derive(Clone, Copy)]
+pub(super) struct Reached {
+    pub(super) input: Devices,
+    pub(super) output: Devices,
 }
 
 /// What is lent in one operation.
@@ -58,6 +71,7 @@ impl Lending {
         };
         Lending {
             devices: device.devices(devices),
+            crosses: device.kind() == DeviceKind::Cuda && devices.iter().any(|uuid| *uuid != devices[0]),
             refusal,
             input: true,
             output: true,
@@ -69,14 +83,18 @@ impl Lending {
         self.refusal.is_none()
     }
 
-    /// For buffers that kernels of these devices reach.
-    pub(super) fn of(&self, input: Devices, output: Devices) -> Lent {
+    /// Memory that was freed and mapped anew at the same address need not be reached by other GPUs any more.
+    fn trusts_no_known_range(&self) -> bool {
+        self.is_on() && self.crosses
+    }
+
+    pub(super) fn of(&self, reached: Reached) -> Lent {
         if let Some(reason) = self.refusal {
             let (input, output) = (false, false);
             return Lent { input, output, reason };
         }
-        let input = self.input && input.contains(self.devices);
-        let output = self.output && output.contains(self.devices);
+        let input = self.input && reached.input.contains(self.devices);
+        let output = self.output && reached.output.contains(self.devices);
         let reason = if input && output {
             "all ranks are in one process"
         } else {
@@ -110,20 +128,45 @@ impl fmt::Display for Lent {
     }
 }
 
-/// One rank's kernels, as its peers in the process see them: for as long as anything can run one, a graph too.
-pub(super) struct Member {
+/// The ranks of a communicator in this process.
+#[derive(Default)]
+pub(super) struct Members {
+    all: Vec<Member>,
+    /// The first operation that one which has ended left unfinished; who comes later is told too.
+    unfinished: Option<u64>,
+}
+
+/// One rank's kernels, as its peers see them: for as long as anything can run one, a graph too.
+struct Member {
     rank: u32,
     device: Arc<dyn Device>,
     memory: Weak<KernelMemory>,
 }
 
-impl Member {
-    pub(super) fn of(engine: &Engine) -> Member {
-        Member {
+impl Members {
+    pub(super) fn enter(&mut self, engine: &Engine) {
+        if let Some(from) = self.unfinished {
+            engine.control().lose_peer(from);
+        }
+        self.all.push(Member {
             rank: engine.rank,
             device: engine.device.clone(),
             memory: Arc::downgrade(&engine.memory),
-        }
+        });
+    }
+
+    /// The others, when a rank leaves operations from `from` on unfinished.
+    fn leave(&mut self, rank: u32, from: u64) -> Vec<Borrower> {
+        self.unfinished = Some(self.unfinished.map_or(from, |known| known.min(from)));
+        let others = self.all.iter().filter(|member| member.rank != rank);
+        let alive = others.filter_map(|member| {
+            Some(Borrower {
+                rank: member.rank,
+                device: member.device.clone(),
+                memory: member.memory.upgrade()?,
+            })
+        });
+        alive.collect()
     }
 }
 
@@ -202,6 +245,19 @@ impl Control {
 }
 
 impl Engine {
+    /// What an all-reduce lends (bits of `TwoShotWork::lends`).
+    pub(super) fn lends(&self, request: &Request, call: &Call, reached: Reached) -> Result<u32> {
+        let reached = match self.lending.trusts_no_known_range() {
+            true => self.check_buffers(request, call, true)?,
+            false => reached,
+        };
+        let lent = self.lending.of(reached);
+        if self.lending.is_on() {
+            info!(Coll, "rank {}: {lent}", self.rank);
+        }
+        Ok(lent.bits())
+    }
+
     /// Before this rank's kernels stop, or where they have: when this returns no peer's kernel uses what it lent, now or
     /// later. Any thread.
     pub(super) fn take_back(&self) {
@@ -209,7 +265,7 @@ impl Engine {
             return;
         }
         let from = self.control().unfinished();
-        let peers = self.peers();
+        let peers = self.clique.members.lock().leave(self.rank, from);
         for peer in &peers {
             peer.memory.control().lose_peer(from);
         }
@@ -231,18 +287,5 @@ impl Engine {
                 device::cuda::put_down(peer.memory);
             }
         }
-    }
-
-    fn peers(&self) -> Vec<Borrower> {
-        let members = self.clique.members.lock();
-        let others = members.iter().filter(|member| member.rank != self.rank);
-        let alive = others.filter_map(|member| {
-            Some(Borrower {
-                rank: member.rank,
-                device: member.device.clone(),
-                memory: member.memory.upgrade()?,
-            })
-        });
-        alive.collect()
     }
 }

@@ -30,7 +30,7 @@ use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
 use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, NO_ROOT};
-use lending::{Lending, Lent};
+use lending::{Lending, Reached};
 use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
@@ -144,18 +144,17 @@ impl Engine {
             datatype: request.datatype,
             op: request.op,
         };
-        let reached = self.check_buffers(request, &call)?;
+        let reached = self.check_buffers(request, &call, self.check_pointers)?;
         let in_place = request.send == request.recv.cast_const();
         let reduces = request.collective == Collective::AllReduce;
         if self.profile.ranks == 1 && in_place && !(reduces && request.op == ReduceOp::Avg) {
             return Ok(None);
         }
-        let lent = self.lending.of(reached.0, reached.1);
         let (kernel, choice, arguments) = match request.collective {
-            Collective::AllReduce => self.all_reduce(request, &call, lent)?,
+            Collective::AllReduce => self.all_reduce(request, &call, reached)?,
             Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, call.bytes())?,
         };
-        self.tell(request, &choice, lent);
+        self.tell(request, &choice);
         Ok(Some(Work {
             kernel,
             choice,
@@ -165,7 +164,7 @@ impl Engine {
         }))
     }
 
-    fn all_reduce(&self, request: &Request, call: &Call, lent: Lent) -> Result<(Kernel, Choice, Arguments)> {
+    fn all_reduce(&self, request: &Request, call: &Call, reached: Reached) -> Result<(Kernel, Choice, Arguments)> {
         let kernel = |family| Kernel::Reduction {
             family,
             datatype: call.datatype,
@@ -196,7 +195,7 @@ impl Engine {
                     input,
                     output,
                     count,
-                    lends: lent.bits(),
+                    lends: self.lends(request, call, reached)?,
                     ..*self.two_shot
                 };
                 (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
@@ -247,7 +246,7 @@ impl Engine {
         })
     }
 
-    fn tell(&self, request: &Request, choice: &Choice, lent: Lent) {
+    fn tell(&self, request: &Request, choice: &Choice) {
         info!(
             Coll,
             "{}: rank {} count {} datatype {} op {} -> {} ({}), {} blocks of {} threads: {}",
@@ -262,14 +261,10 @@ impl Engine {
             choice.threads,
             choice.reason
         );
-        let sums = request.collective == Collective::AllReduce;
-        if sums && choice.algorithm == Algorithm::TwoShot && self.lending.is_on() {
-            info!(Coll, "rank {}: {lent}", self.rank);
-        }
     }
 
-    /// Whose kernels reach input and output.
-    fn check_buffers(&self, request: &Request, call: &Call) -> Result<(Devices, Devices)> {
+    /// `look_up`: at this call, not only once an allocation.
+    fn check_buffers(&self, request: &Request, call: &Call, look_up: bool) -> Result<Reached> {
         let bytes = call.bytes() as usize;
         let (mut sends, mut received) = (true, bytes);
         match request.collective {
@@ -279,14 +274,21 @@ impl Engine {
             Collective::Broadcast { root } => sends = root == self.rank as i32,
         }
         let input = match sends {
-            true => self.check_buffer("sendbuff", request.send, bytes, call.datatype)?,
+            true => self.check_buffer("sendbuff", request.send, bytes, call.datatype, look_up)?,
             false => Devices::NONE,
         };
-        let output = self.check_buffer("recvbuff", request.recv, received, call.datatype)?;
-        Ok((input, output))
+        let output = self.check_buffer("recvbuff", request.recv, received, call.datatype, look_up)?;
+        Ok(Reached { input, output })
     }
 
-    fn check_buffer(&self, name: &str, pointer: *const c_void, bytes: usize, datatype: DataType) -> Result<Devices> {
+    fn check_buffer(
+        &self,
+        name: &str,
+        pointer: *const c_void,
+        bytes: usize,
+        datatype: DataType,
+        look_up: bool,
+    ) -> Result<Devices> {
         if !(pointer as usize).is_multiple_of(datatype.bytes()) {
             return Err(Error::argument(format!(
                 "{name} is {pointer:p}, which is not aligned to the {} bytes of a {}",
@@ -294,7 +296,7 @@ impl Engine {
                 datatype.name()
             )));
         }
-        self.device.check_pointer(name, pointer, bytes, self.check_pointers)
+        self.device.check_pointer(name, pointer, bytes, look_up)
     }
 
     /// Makes every wait of this rank's kernels end. Any thread. An abort waits for peers' kernels that use what this rank

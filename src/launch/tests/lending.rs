@@ -4,6 +4,7 @@ use super::moves::{check_broadcast, check_gather};
 use super::oracle::Patterns;
 use super::*;
 use crate::launch::layout::{STOP_ABORT, STOP_FROM_SHIFT, STOP_PEER_LOST};
+use crate::launch::lending::Reached;
 use std::sync::atomic::AtomicBool;
 use std::sync::Barrier;
 
@@ -80,7 +81,8 @@ fn what_is_lent_is_said_with_the_reason() {
     let device = host::open(0);
     let lent = |path, ranks: usize, enabled, reached| {
         let lending = Lending::new(device.as_ref(), path, &vec![device.uuid(); ranks], enabled);
-        lending.of(Devices::ALL, reached).to_string()
+        let input = Devices::ALL;
+        lending.of(Reached { input, output: reached }).to_string()
     };
     for (said, words) in [
         (
@@ -239,6 +241,19 @@ fn an_abort_between_operations_spoils_none_before_it() {
     let work = engines[1].prepare(&sum_in_place(&mut buffer)).unwrap().unwrap();
     let refused = admit(&[(&engines[1], &[work])]).and_then(Admitted::launch);
     assert_eq!(refused.unwrap_err().code, crate::error::Code::RemoteError);
+}
+
+/// A rank may end before another one has its engine.
+#[test]
+fn who_comes_later_is_told_what_stays_unfinished() {
+    let (engines, late) = (lenders(2, 1, u64::MAX), lenders(2, 1, u64::MAX));
+    engines[0].control().left.store(6, Ordering::SeqCst);
+    engines[0].stop(Stop::Abort);
+    engines[0].clique.members.lock().enter(&late[1]);
+    assert_eq!(
+        late[1].control().stop.load(Ordering::SeqCst),
+        6 << STOP_FROM_SHIFT | STOP_PEER_LOST
+    );
 }
 
 /// Without zero copy an abort is the rank's own affair: nobody else is told, nothing is waited for.
