@@ -3,7 +3,7 @@
 #include "collective/one_shot.h"
 #include "collective/one_shot_move.h"
 #include "collective/program.h"
-#include "collective/two_shot.h"
+#include "collective/two_shot_direct.h"
 #include "collective/two_shot_move.h"
 
 #define OSSICLE_PROGRAM(type, name, Op, op) \

@@ -13,8 +13,10 @@ constexpr uint32_t MAX_STEPS = 32;
 // The root of what has none: all but a broadcast.
 constexpr uint32_t NO_ROOT = ~0u;
 
-// Why a kernel must stop waiting. Written by the host, read by every wait.
-enum Stop : uint32_t { STOP_NONE = 0, STOP_PEER_LOST = 1, STOP_ABORT = 2 };
+// What kernels must stop for, one word (Control::stop): bits, and above them the first operation that a lost peer leaves
+// unfinished. Written by the host, read by every wait.
+enum Stop : uint64_t { STOP_NONE = 0, STOP_ABORT = 1, STOP_PEER_LOST = 2 };
+constexpr uint32_t STOP_FROM_SHIFT = 2;
 
 enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1 };
 
@@ -34,9 +36,7 @@ struct FaultRecord {
 
 // One rank's word to its kernels and their word back; pinned host memory.
 struct alignas(128) Control {
-  uint32_t stop;
-  // A wait that parks for good after its report (OSSICLE_WAIT_FAIL=1) instead of going on.
-  uint32_t park_after_report;
+  uint64_t stop;
   // Clock bound of a wait in nanoseconds; 0 is none.
   uint64_t report_after_ns;
   // Launches whose last block has left, whether it finished or was stopped; written by kernels.
@@ -44,6 +44,12 @@ struct alignas(128) Control {
   FaultRecord fault;
   // By rank: its started word, see enter. Read only for a report, since it costs a load from host memory.
   const uint64_t* started[MAX_RANKS];
+  // Of zero copy, written by kernels: ordinal + 1 of the last operation that may have touched what peers lend, and of the
+  // last that was stopped and touches that no more.
+  uint64_t borrowing;
+  uint64_t out;
+  // A wait that parks for good after its report (OSSICLE_WAIT_FAIL=1) instead of going on.
+  uint32_t park_after_report;
 };
 
 // What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
@@ -128,8 +134,20 @@ struct OneShotWork {
   Line* area[MAX_RANKS];
 };
 
-// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank:
-// slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block], both of most_blocks blocks.
+// What a rank lends its peers in an all-reduce (collective/two_shot_direct.h).
+enum Lends : uint32_t { LENDS_INPUT = 1, LENDS_OUTPUT = 2 };
+
+// Where peers' kernels see a buffer: `bases` has, for each rank, the address at which that rank sees the allocation, and the
+// buffer begins `offset` behind it. This rank's own place is published last: while it is 0, peers see nothing. Without a
+// bases (null) all see the buffer where this rank does.
+struct LentAddress {
+  const uint64_t* bases;
+  uint64_t offset;
+};
+
+// Every rank reduces its chunk of each round and gives the result to all, through staging at every rank or straight from
+// and to the users' buffers: slots [phase][source][block][parity][slot_bytes] and counters [phase][source][block], both of
+// most_blocks blocks.
 struct TwoShotWork {
   const void* input;
   void* output;
@@ -142,16 +160,20 @@ struct TwoShotWork {
   uint32_t ranks;
   uint32_t most_blocks;
   uint32_t root;
+  uint32_t zero_copy;  // ranks of the communicator may lend, for all of them alike
+  uint32_t lends;      // Lends, of what peers can reach
+  LentAddress lent_input;
+  LentAddress lent_output;
   uint8_t* slots[MAX_RANKS];
   uint64_t* counters[MAX_RANKS];
 };
 
 static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
-static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80, "Control");
+static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, borrowing) == 208, "Control");
 static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
 static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");
-static_assert(sizeof(TwoShotWork) == 72 + 2 * MAX_RANKS * 8, "TwoShotWork");
+static_assert(sizeof(TwoShotWork) == 112 + 2 * MAX_RANKS * 8, "TwoShotWork");
 
 }  // namespace ossicle

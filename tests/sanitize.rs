@@ -126,6 +126,85 @@ fn abort(seed: u64) -> bool {
     pair(aborted, &scheduler).into_iter().all(|ended| ended)
 }
 
+/// Ends a communicator from another thread, after so many turns of the scheduler's.
+fn abort_elsewhere(comm: ncclComm_t, turns: usize) -> thread::JoinHandle<bool> {
+    let handle = comm.addr();
+    thread::spawn(move || {
+        (0..turns).for_each(|_| thread::yield_now());
+        // SAFETY: a live handle; a call of another thread is in an operation, or will be refused.
+        unsafe { api::ncclCommAbort(std::ptr::without_provenance_mut(handle)) == 0 }
+    })
+}
+
+/// Eight ranks lend each other their buffers. Rank 0, and in every other round rank 1, is aborted in mid-operation by
+/// another thread; the others are told, or do not get in. Each rank's buffer goes as soon as its user may free it: when
+/// the abort has returned, or the call with an error.
+fn abort_of_a_lender(round: usize) -> bool {
+    let id = unique_id();
+    let rank = move |rank: usize| {
+        let mut comm = null_mut();
+        // SAFETY: comm is a writable handle.
+        let made = unsafe { api::ncclCommInitRank(&mut comm, RANKS as i32, id, rank as i32) };
+        assert_eq!(made, 0);
+        let mut data = vec![1.0f32; 50_000];
+        if rank == 0 {
+            // On a stream: the call returns, and the operation goes on.
+            let scheduler = Scheduler::new(round as u64).expect("a scheduler");
+            let stream = scheduler.stream();
+            // Another rank may have been aborted by now.
+            let taken = (0..3).all(|_| add_up(&mut data, comm, &stream));
+            assert!(taken || round % 2 == 1);
+            let ended = abort_elsewhere(comm, round * 40).join().expect("the other thread");
+            data.fill(-1.0);
+            drop(data);
+            stream.synchronize().expect("done");
+            return ended;
+        }
+        let other = (rank == 1 && round % 2 == 1).then(|| abort_elsewhere(comm, round * 40));
+        let buffer = data.as_mut_ptr().cast::<c_void>();
+        // SAFETY: the buffer has so many floats and nobody else uses it.
+        while unsafe { api::ncclAllReduce(buffer, buffer, data.len(), FLOAT, SUM, comm, null_mut()) } == 0 {}
+        data.fill(-1.0);
+        drop(data);
+        match other {
+            Some(other) => other.join().expect("the other thread"),
+            // SAFETY: a live handle.
+            None => unsafe { api::ncclCommAbort(comm) == 0 },
+        }
+    };
+    let threads: Vec<_> = (0..RANKS).map(|number| thread::spawn(move || rank(number))).collect();
+    let ended = threads
+        .into_iter()
+        .map(|thread| thread.join().expect("a rank's thread"));
+    let ended: Vec<bool> = ended.collect();
+    ended.into_iter().all(|ended| ended)
+}
+
+/// Rank 0 is aborted while both ranks replay a graph; its buffer goes when its own replays are done.
+fn abort_of_replays(seed: u64) -> bool {
+    let scheduler = Scheduler::new(seed).expect("a scheduler");
+    let aborted = |rank: usize, comm: ncclComm_t, stream: Stream| {
+        let mut data = vec![1.0f32; 30_000];
+        stream.begin_capture().expect("a capture");
+        // Rank 1 may come too late to be taken.
+        let taken = add_up(&mut data, comm, &stream) && add_up(&mut data, comm, &stream) || rank == 1;
+        let graph = stream.end_capture().expect("a graph").instantiate();
+        for _ in 0..3 {
+            stream.launch(&graph).expect("launched");
+        }
+        let ended = rank == 1 || abort_elsewhere(comm, 100).join().expect("the other thread");
+        stream.synchronize().expect("done");
+        if rank == 0 {
+            data.fill(-1.0);
+            drop(data);
+            return taken && ended;
+        }
+        // SAFETY: a live handle.
+        taken && unsafe { api::ncclCommAbort(comm) == 0 }
+    };
+    pair(aborted, &scheduler).into_iter().all(|ended| ended)
+}
+
 /// A communicator on a GPU, asked of a library that was built without device code.
 fn says_host_only() -> bool {
     let (mut comm, id) = (null_mut(), unique_id());
@@ -159,6 +238,14 @@ fn main() {
     std::env::remove_var("NCCL_ALGO");
     check("graphs that outlive a communicator", (0..4).all(graphs));
     check("aborts in mid-operation", (0..4).all(abort));
+    check("aborts of a lender", (0..12).all(abort_of_a_lender));
+    check("aborts in mid-replay", (0..8).all(abort_of_replays));
+    std::env::set_var("OSSICLE_ZERO_COPY", "0");
+    std::env::set_var("NCCL_ALGO", "TwoShot");
+    check("two-shot, all staged", reduce(&[1, 10, 1000, 20_000, 65_536, 3]) == 0);
+    check("aborts, all staged", (4..8).all(abort));
+    std::env::remove_var("NCCL_ALGO");
+    std::env::remove_var("OSSICLE_ZERO_COPY");
     if cfg!(feature = "host-only") {
         std::env::set_var("OSSICLE_DEVICE", "cuda");
         check("a library without device code says so", says_host_only());

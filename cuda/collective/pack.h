@@ -31,7 +31,7 @@ OSSICLE_DEVICE void store_bits(Bits* to, const Bits& bits, bool slot) { slot ? _
 struct alignas(16) Bits {
   uint64_t word[2];
 };
-inline Bits load_bits(const Bits* from, bool slot) { return slot ? slot_load(from) : *from; }
+inline Bits load_bits(const Bits* from, bool) { return slot_load(from); }
 inline void store_bits(Bits* to, const Bits& bits, bool) { slot_store(to, bits); }
 #endif
 
@@ -69,19 +69,16 @@ OSSICLE_DEVICE void copy(const Block& block, const T* from, T* to, uint64_t coun
 #pragma GCC ivdep
 #endif
   for (uint64_t i = moved + block.thread; i < count; i += block.threads) {
-    slot_store(to + i, SLOT == Slot::SOURCE ? slot_load(from + i) : from[i]);
+    slot_store(to + i, slot_load(from + i));
   }
 }
 
 #if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
 // Reduces pack i of every rank's source in rank order, with one rounding, into every rank's target. `places` tells
-// them; those of `own` are the user's buffers, the others slots.
-template <typename T, typename Op, typename Places>
-OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint64_t packs, uint32_t own, uint32_t ranks,
-                                 const Op& op) {
+// them, and which are slots. Loads in flight: of UNROLL packs from so many sources.
+template <typename T, uint32_t UNROLL, typename Op, typename Places>
+OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint64_t packs, uint32_t ranks, const Op& op) {
   constexpr uint32_t N = PACK_ELEMENTS<T>;
-  // Loads in flight: of so many packs from so many sources. Byte elements unpack into many registers.
-  constexpr uint32_t UNROLL = sizeof(T) == 1 ? 1 : 2;
   constexpr uint32_t SOURCES = 2;
   for (uint64_t base = block.thread; base < packs; base += UNROLL * block.threads) {
     wide_t<T> sum[UNROLL][N];
@@ -94,7 +91,7 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
 #pragma unroll
         for (uint32_t u = 0; u < UNROLL; ++u) {
           const uint64_t i = base + u * block.threads;
-          if (i < packs) bits[k][u] = load_bits(source + i, first + k != own);
+          if (i < packs) bits[k][u] = load_bits(source + i, places.from_slot(first + k));
         }
       }
 #pragma unroll
@@ -122,7 +119,7 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
 #pragma unroll
       for (uint32_t u = 0; u < UNROLL; ++u) {
         const uint64_t i = base + u * block.threads;
-        if (i < packs) store_bits(target + i, result[u].bits, rank != own);
+        if (i < packs) store_bits(target + i, result[u].bits, places.to_slot(rank));
       }
     }
   }
@@ -131,8 +128,8 @@ OSSICLE_DEVICE void reduce_packs(const Block& block, const Places& places, uint6
 
 // The same for elements [first, end), which need no alignment.
 template <typename T, typename Op, typename Places>
-OSSICLE_DEVICE void reduce_elements(const Block& block, const Places& places, uint64_t first, uint64_t end, uint32_t own,
-                                    uint32_t ranks, const Op& op) {
+OSSICLE_DEVICE void reduce_elements(const Block& block, const Places& places, uint64_t first, uint64_t end, uint32_t ranks,
+                                    const Op& op) {
   // On the host a tile is long enough for vectors and short enough for registers and the nearest cache.
 #if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
   constexpr uint64_t TILE = 1;
@@ -145,7 +142,7 @@ OSSICLE_DEVICE void reduce_elements(const Block& block, const Places& places, ui
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       const T* source = places.source(rank) + at;
       for (uint64_t i = 0; i < size; ++i) {
-        const wide_t<T> value = op.load(widen(rank == own ? source[i] : slot_load(source + i)));
+        const wide_t<T> value = op.load(widen(slot_load(source + i)));
         sum[i] = rank == 0 ? value : op.reduce(sum[i], value);
       }
     }

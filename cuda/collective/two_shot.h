@@ -17,6 +17,7 @@
 //   - reduce r overwrites what the peer gathered in round r - 2. The peer published its scatter of round r after that
 //     gather, in the same pass, and this rank's reduce of round r waited for that scatter.
 // All ranks walk the same rounds with the same blocks, since both follow from count and plan alone.
+// With zero copy ranks may do without staging: two_shot_direct.h, which has the kernel.
 #pragma once
 #include "../core/element.h"
 #include "../core/wait.h"
@@ -47,8 +48,9 @@ struct Staging {
   }
 
   // Waits for what a peer puts here. One thread.
-  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step) const {
-    Wait wait = Wait::for_peer(work.control, work.state, peer, block, step);
+  template <Site SITE> OSSICLE_DEVICE bool reached(Phase phase, uint32_t peer, uint64_t rounds_done, uint32_t step,
+                                                 bool parks = false) const {
+    Wait wait = Wait::for_peer(work.control, work.state, peer, block, step, parks);
     const uint64_t* told = counter(phase, peer, work.rank);
     while (consume<SITE>(told) < rounds_done) {
       if (!wait.again()) return false;
@@ -78,6 +80,9 @@ struct Rounds {
     return Chunk{at, min_of(size, end - at)};
   }
 };
+
+// Packs of one source in flight. Byte elements unpack into many registers.
+template <typename T> constexpr uint32_t STAGED_PACKS = sizeof(T) == 1 ? 1 : 2;
 
 template <typename T, typename Op> struct TwoShot {
   const TwoShotWork& work;
@@ -112,6 +117,8 @@ template <typename T, typename Op> struct TwoShot {
     const TwoShot& self;
     uint64_t number, offset;  // of the chunk in the data, in elements
 
+    OSSICLE_DEVICE bool from_slot(uint32_t rank) const { return rank != self.work.rank; }
+    OSSICLE_DEVICE bool to_slot(uint32_t rank) const { return rank != self.work.rank; }
     OSSICLE_DEVICE const V* source(uint32_t rank) const {
       return rank == self.work.rank
                  ? reinterpret_cast<const V*>(self.input() + offset)
@@ -131,11 +138,11 @@ template <typename T, typename Op> struct TwoShot {
     if (aligned) {
       const uint64_t packs = chunk.count / PACK_ELEMENTS<T>;
       const Places<Bits> places{*this, number, chunk.at};
-      reduce_packs<T>(block, places, packs, work.rank, work.ranks, op);
+      reduce_packs<T, STAGED_PACKS<T>>(block, places, packs, work.ranks, op);
       reduced = packs * PACK_ELEMENTS<T>;
     }
 #endif
-    reduce_elements<T>(block, Places<T>{*this, number, chunk.at}, reduced, chunk.count, work.rank, work.ranks, op);
+    reduce_elements<T>(block, Places<T>{*this, number, chunk.at}, reduced, chunk.count, work.ranks, op);
   }
 
   // Threads 0 to ranks - 2 take the counters of one phase, the next ranks - 1 those of the other: each waits for or
@@ -168,7 +175,7 @@ template <typename T, typename Op> struct TwoShot {
 };
 
 template <typename T, template <typename> class OpOf>
-OSSICLE_DEVICE void two_shot(const Block& block, const TwoShotWork& work) {
+OSSICLE_DEVICE void two_shot_staged(const Block& block, const TwoShotWork& work) {
   enter(block, work.state, work.started);
   constexpr uint64_t N = PACK_ELEMENTS<T>;
   const bool aligned =

@@ -12,6 +12,15 @@ struct Block {
   uint32_t index, blocks;
 };
 
+// Memory of one block, declared in a kernel's body, empty of meaning until the block writes it.
+#if defined(__CUDACC__)
+#define OSSICLE_BLOCK_MEMORY(Type, name) __shared__ Type name
+#elif defined(OSSICLE_ORDER_MODEL)
+#define OSSICLE_BLOCK_MEMORY(Type, name) Type& name = ::ossicle::model::block_memory<Type>()
+#else
+#define OSSICLE_BLOCK_MEMORY(Type, name) Type name
+#endif
+
 #if !defined(OSSICLE_ORDER_MODEL)  // which brings its own
 // Every thread of the block arrives before any goes on, and sees what the others wrote before.
 template <Site SITE> OSSICLE_DEVICE void barrier(const Block& block) {

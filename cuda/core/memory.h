@@ -123,6 +123,16 @@ template <Site SITE> OSSICLE_DEVICE void order_before_lines() {
 #endif
 }
 
+// Of two that each store a word, call this, and load the other's word, at least one sees the other's. The host has the like.
+template <Site SITE> OSSICLE_DEVICE void order_before_loads() {
+  if (dropped(SITE)) return;
+#if defined(__CUDACC__)
+  asm volatile("fence.sc.sys;" ::: "memory");
+#else
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
 // Counts a block of this launch; returns how many came before.
 template <Site SITE> OSSICLE_DEVICE uint32_t arrive(uint32_t* counter) {
 #if defined(__CUDACC__)
@@ -170,19 +180,28 @@ template <Site SITE> OSSICLE_DEVICE void tell_host(uint64_t* count, uint64_t val
 #endif
 }
 
-// The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
-// touched memory. The last block advances the operation's number, and the line epoch if the launch used lines, and tells
-// the host that nothing of this launch touches memory any more. Every block has read both counters before it arrives.
-OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* control, bool used_lines) {
-  if (block.thread != 0) return;
-  if (block.blocks > 1) {
-    if (arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 < block.blocks) return;
-    state->arrivals = 0;
-  }
+// Whether this is the last block of a launch, in its first thread, that is done. Every block has read the counters of
+// State before it arrives.
+OSSICLE_DEVICE bool is_last_block(const Block& block, State* state) {
+  if (block.blocks == 1) return true;
+  if (arrive<Site::LEAVE_ARRIVE>(&state->arrivals) + 1 < block.blocks) return false;
+  state->arrivals = 0;
+  return true;
+}
+
+// The end of a launch, by that thread: advances the operation's number, and the line epoch if the launch used lines, and
+// tells the host that nothing of this launch touches memory any more.
+OSSICLE_DEVICE void end_launch(State* state, Control* control, bool used_lines) {
   const uint64_t left = state->ordinal + 1;
   state->ordinal = left;
   if (used_lines) state->ll_epoch += 1;
   tell_host<Site::LEAVE_LEFT>(&control->left, left);
+}
+
+// The end of a block's part in a launch, on every path, for a block whose threads passed a barrier after they last
+// touched memory.
+OSSICLE_DEVICE void leave_together(const Block& block, State* state, Control* control, bool used_lines) {
+  if (block.thread == 0 && is_last_block(block, state)) end_launch(state, control, used_lines);
 }
 
 // The same for a block whose threads come one by one.

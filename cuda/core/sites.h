@@ -29,6 +29,21 @@ enum class Site : uint32_t {
   TWO_SHOT_REDUCE,    // publish: a result lies in a peer's staging
   TWO_SHOT_SCATTERED, // consume: a peer's chunk is there
   TWO_SHOT_REDUCED,   // consume: a peer's result is there
+  DIRECT_MAPPED,      // consume: all peers can reach what this rank would lend
+  DIRECT_LENDS,       // barrier: the block's threads know what it lends
+  DIRECT_FIRST,       // barrier_and: the block's threads agree whether it comes behind a stopped operation
+  DIRECT_FILLED,      // barrier: threads tell peers after the block scattered its first chunks
+  DIRECT_MET,         // barrier_and: the block reduces after its threads saw all peers' first chunks and what they lend
+  DIRECT_BORROWING,   // fence: the host sees that peers' buffers may be touched, or this thread its stop word
+  DIRECT_READY,       // barrier_and: the block moves chunks after its threads saw the counters
+  DIRECT_MOVED,       // barrier: threads tell peers after the block moved its chunks
+  DIRECT_SCATTER,     // publish: a chunk lies in a peer's staging, or what is lent is said
+  DIRECT_REDUCE,      // publish: a result lies in a peer's staging or output
+  DIRECT_SCATTERED,   // consume: a peer's chunk is there, or what it lends is known
+  DIRECT_REDUCED,     // consume: a peer's result is there
+  DIRECT_REDUCED_ALL, // barrier: threads tell peers after the block read and wrote what they lent
+  DIRECT_CLOSED,      // barrier_and: the block leaves after its threads saw that all peers are done with what it lent
+  DIRECT_OUT,         // publish: a stopped launch touches no peer's buffer any more
   MOVE_READY,         // barrier_and: the block moves chunks after its threads saw the counters
   MOVE_MOVED,         // barrier: threads tell peers after the block moved its chunks
   MOVE_SCATTER,       // publish: a chunk lies in a peer's staging, to be given on

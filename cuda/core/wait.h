@@ -37,6 +37,38 @@ OSSICLE_DEVICE uint64_t clock_ns() {
 // staging holds behind it, so a kernel that would write there before its first wait asks this first.
 OSSICLE_DEVICE bool behind_stopped(const State* state) { return load_word(&state->stopped) != 0; }
 
+// Only a kernel that can hold up its stream afterwards may leave an operation because a peer is lost, since a stream must not
+// run past an unfinished collective; on the host device, where there is no such stream, every kernel does.
+#if defined(__CUDACC__) || defined(OSSICLE_ORDER_MODEL)
+constexpr bool LOSS_STOPS_ALL = false;
+#else
+constexpr bool LOSS_STOPS_ALL = true;
+#endif
+
+// Whether a kernel must give up its operation; `parks`: it can hold up its stream. Kernels that are queued behind a stopped
+// one still run, see behind_stopped.
+OSSICLE_DEVICE bool told_to_stop(const Control* control, State* state, bool parks) {
+  const uint64_t stop = load_word(&control->stop);
+  if (stop == STOP_NONE) return false;
+  const bool lost = (parks || LOSS_STOPS_ALL) && (stop & STOP_PEER_LOST) != 0 && state->ordinal >= stop >> STOP_FROM_SHIFT;
+  if ((stop & STOP_ABORT) == 0 && !lost) return false;
+  store_word(&state->stopped, 1u);
+  return true;
+}
+
+// Between two polls of a word that may stay as it is for long.
+OSSICLE_DEVICE void rest() {
+#if defined(__CUDACC__)
+  __nanosleep(2000);
+#elif defined(OSSICLE_ORDER_MODEL)
+  model::pause();
+#else
+  constexpr long NAP_NS = 100000;
+  const timespec nap{0, NAP_NS};
+  nanosleep(&nap, nullptr);
+#endif
+}
+
 struct Wait {
   Control* control;
   State* state;
@@ -44,6 +76,7 @@ struct Wait {
   uint32_t polls;
   uint64_t since_ns;
   bool reported, late;
+  bool parks;  // see told_to_stop
 
 #if defined(__CUDACC__)
   static constexpr uint32_t POLLS_A_CHECK = 1024;
@@ -54,8 +87,9 @@ struct Wait {
   static constexpr uint32_t POLLS_A_CHECK = 64;
 #endif
 
-  OSSICLE_DEVICE static Wait for_peer(Control* control, State* state, uint32_t peer, uint32_t channel, uint32_t step) {
-    return Wait{control, state, peer, channel, step, 0, 0, false, false};
+  OSSICLE_DEVICE static Wait for_peer(Control* control, State* state, uint32_t peer, uint32_t channel, uint32_t step,
+                                      bool parks = false) {
+    return Wait{control, state, peer, channel, step, 0, 0, false, false, parks};
   }
 
   OSSICLE_DEVICE bool again() {
@@ -69,7 +103,7 @@ struct Wait {
   __device__ __noinline__
 #endif
       bool check() {
-    if (load_word(&control->stop) != STOP_NONE) return stop();
+    if (told_to_stop(control, state, parks)) return false;
     const uint64_t now = clock_ns();
     if (since_ns == 0) since_ns = now;
     late = now - since_ns > YIELD_NS;
@@ -78,13 +112,7 @@ struct Wait {
     reported = true;
     report(now - since_ns);
     if (!control->park_after_report) return true;
-    while (load_word(&control->stop) == STOP_NONE) rest();
-    return stop();
-  }
-
-  // Kernels that are queued behind a stopped one still run; see behind_stopped.
-  OSSICLE_DEVICE bool stop() {
-    store_word(&state->stopped, 1u);
+    while (!told_to_stop(control, state, parks)) rest();
     return false;
   }
 
@@ -120,20 +148,8 @@ struct Wait {
 #endif
   }
 
-  OSSICLE_DEVICE void rest() {
-#if defined(__CUDACC__)
-    __nanosleep(2000);
-#elif defined(OSSICLE_ORDER_MODEL)
-    model::pause();
-#else
-    const timespec nap{0, NAP_NS};
-    nanosleep(&nap, nullptr);
-#endif
-  }
-
   static constexpr uint32_t POLLS_BEFORE_YIELD = 64;
   static constexpr uint64_t YIELD_NS = 5000000;
-  static constexpr long NAP_NS = 100000;
 };
 
 }  // namespace ossicle

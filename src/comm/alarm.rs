@@ -21,6 +21,8 @@ pub(crate) struct Alarm {
     sticky: OnceCell<Error>,
     /// There while the communicator may have kernels that wait.
     engine: Mutex<Option<Arc<Engine>>>,
+    /// Held while an abort has the engine, which may wait for peers' kernels; so not by the session's thread.
+    aborting: Mutex<()>,
 }
 
 impl Alarm {
@@ -63,25 +65,34 @@ impl Alarm {
     pub(crate) fn arm(&self, engine: Arc<Engine>) {
         *self.engine.lock() = Some(engine);
         if self.aborted() {
-            self.stop(Stop::Abort);
+            self.abort_engine();
         }
     }
 
     /// From here on nothing reaches the engine.
     pub(crate) fn disarm(&self) {
+        let _aborting = self.aborting.lock();
         drop(self.engine.lock().take());
     }
 
-    pub(crate) fn stop(&self, reason: Stop) {
+    fn lose_peer(&self) {
         if let Some(engine) = &*self.engine.lock() {
-            engine.stop(reason);
+            engine.stop(Stop::PeerLost);
+        }
+    }
+
+    fn abort_engine(&self) {
+        let _aborting = self.aborting.lock();
+        let engine = self.engine.lock().clone();
+        if let Some(engine) = engine {
+            engine.stop(Stop::Abort);
         }
     }
 
     /// Ends every wait of this rank for good.
     pub(crate) fn abort(&self) {
         self.cancel.0.store(true, Ordering::Release);
-        self.stop(Stop::Abort);
+        self.abort_engine();
     }
 
     /// A fault that a kernel reported: one that only names a long wait is said; every other one stays, and ends the
@@ -93,7 +104,7 @@ impl Alarm {
             Some(report) if report.code == crate::error::Code::InProgress => warning!("{report}"),
             Some(fault) => {
                 self.announce(fault);
-                self.stop(Stop::PeerLost);
+                self.lose_peer();
             }
             None => {}
         }
@@ -109,7 +120,7 @@ impl Alarm {
                 Error::remote(format!("rank {rank} ({place}) aborted the communicator"))
             }
         });
-        self.stop(Stop::PeerLost);
+        self.lose_peer();
     }
 }
 

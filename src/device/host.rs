@@ -15,7 +15,7 @@ pub use graph::{Executable, Graph};
 pub use scheduler::Scheduler;
 pub use stream::{Event, Stream};
 
-use super::{Device, DeviceKind, Kernel, Launch, Mark, Memory, Placement, StreamKey, CALLERS_THREAD_KEY};
+use super::{Device, DeviceKind, Devices, Kernel, Launch, Mark, Memory, Placement, StreamKey, CALLERS_THREAD_KEY};
 use crate::error::{Error, Result};
 use crate::sys::condvar::Condvar;
 use crate::sys::thread::{self, Thread};
@@ -357,8 +357,8 @@ impl Device for HostDevice {
 
     fn unregister(&self, _address: *mut u8) {}
 
-    fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<()> {
-        Ok(())
+    fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<Devices> {
+        Ok(Devices::ALL)
     }
 
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {

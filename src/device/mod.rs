@@ -213,6 +213,19 @@ pub struct StreamKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark(pub usize);
 
+/// Some of a process's devices; which bit is whose is the device implementation's to know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Devices(pub u64);
+
+impl Devices {
+    pub const NONE: Devices = Devices(0);
+    pub const ALL: Devices = Devices(u64::MAX);
+
+    pub fn contains(self, others: Devices) -> bool {
+        self.0 & others.0 == others.0
+    }
+}
+
 /// `StreamKey::stream` of the legacy default stream.
 ///
 /// Every other stream's key is `id << 1 | blocking`, with the driver's id of the stream and `blocking` 1 where its work
@@ -270,9 +283,13 @@ pub trait Device: Any + Send + Sync {
     /// Lets kernels see `bytes` of shared host memory at `address`; returns the address that kernels use.
     fn register(&self, address: *mut u8, bytes: usize) -> Result<*mut u8>;
     fn unregister(&self, address: *mut u8);
-    /// A user's buffer must be reachable by this device's kernels; `ncclInvalidArgument` otherwise.
-    /// `always` looks it up at every call (`NCCL_CHECK_POINTERS=1`), else once an allocation.
-    fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()>;
+    /// Devices of this process by their UUIDs, all of which `open_peer` has opened this one's memory for.
+    fn devices(&self, _uuids: &[[u8; 16]]) -> Devices {
+        Devices::NONE
+    }
+    /// A user's buffer must be reachable by this device's kernels; `ncclInvalidArgument` otherwise. Tells whose kernels
+    /// reach it too. `always` looks it up at every call (`NCCL_CHECK_POINTERS=1`), else once an allocation.
+    fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<Devices>;
     /// Refuses a handle that is not a stream of this device, and one whose capture is broken.
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey>;
     /// Puts a kernel behind the work of its stream.

@@ -5,6 +5,7 @@
 //! named. Under capture likewise, for each graph by itself.
 
 use super::layout::MAX_RANKS;
+use super::lending::Members;
 use super::order::CAPTURES_AT_ONCE;
 use super::{Engine, Part, Work};
 use crate::device::{streams_conflict, Device, DeviceKind};
@@ -57,6 +58,8 @@ type Captures = [VecDeque<Captured>; MAX_RANKS];
 pub(super) struct Clique {
     eager: [Launches; MAX_RANKS],
     captures: Mutex<Captures>,
+    /// For the end of one that lends.
+    pub(super) members: Mutex<Members>,
 }
 
 /// A stream is remembered as its key with its device's ordinal below.

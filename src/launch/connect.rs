@@ -3,6 +3,7 @@
 use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
+use super::lending::Lending;
 use super::settings::{self, Settings};
 use super::templates::Own;
 use super::{running, Engine, KernelMemory};
@@ -35,6 +36,8 @@ struct RankInfo {
     settings: Settings,
     /// Random; rank 0's names the communicator.
     token: u64,
+    /// It may lend its buffers.
+    zero_copy: bool,
 }
 
 /// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
@@ -65,6 +68,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
         token: u64::from_ne_bytes(token),
+        zero_copy: settings::zero_copy()?,
     })
 }
 
@@ -192,6 +196,10 @@ impl Engine {
             links.path.name(),
             links.reason
         );
+        let zero_copy = ranks.iter().all(|info| info.zero_copy);
+        let devices: Vec<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
+        let lending = Lending::new(device.as_ref(), links.path, &devices, zero_copy);
+        info!(Init, "rank {rank}: {lending}");
         let places = ranks.into_iter().map(|info| info.place).collect();
         let inboxes = links.inboxes.clone();
         let mut engine = assemble(
@@ -202,6 +210,7 @@ impl Engine {
             &programs,
             links.inboxes,
             Clique::of(links.communicator),
+            lending,
         )
         .inspect_err(|_| running::put_down(device.as_ref(), inboxes))?;
         engine.reservation = reservation;
@@ -210,6 +219,7 @@ impl Engine {
 }
 
 /// The engine of `rank` over opened inboxes, one a rank.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn assemble(
     device: Arc<dyn Device>,
     rank: u32,
@@ -218,6 +228,7 @@ pub(super) fn assemble(
     programs: &[Program],
     inboxes: Vec<Arc<PeerInbox>>,
     clique: Arc<Clique>,
+    lending: Lending,
 ) -> Result<Engine> {
     let state = device.clone().allocate(size_of::<State>(), Placement::Device)?;
     let control = device.clone().allocate(size_of::<Control>(), Placement::Pinned)?;
@@ -237,6 +248,7 @@ pub(super) fn assemble(
         state: state_address,
         control: control_address,
         started: inboxes[rank as usize].started(),
+        zero_copy: lending.is_on(),
     };
     let program = Box::new(own.program_work(&profile, programs, &inboxes));
     let one_shot = (profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
@@ -257,12 +269,14 @@ pub(super) fn assemble(
             inboxes,
         }),
         clique,
+        lending,
         order: Arc::default(),
         launched: Arc::default(),
         faults_seen: AtomicU64::new(0),
         reservation: None,
     };
     running::enter(&engine);
+    engine.clique.members.lock().enter(&engine);
     Ok(engine)
 }
 

@@ -31,12 +31,14 @@ pub struct FaultRecord {
 /// One rank's word to its kernels and their word back; pinned host memory. Zero bytes are a valid value.
 #[repr(C, align(128))]
 pub struct Control {
-    pub stop: AtomicU32,
-    pub park_after_report: AtomicU32,
+    pub stop: AtomicU64,
     pub report_after_ns: AtomicU64,
     pub left: AtomicU64,
     pub fault: FaultRecord,
     pub started: [AtomicPtr<u64>; MAX_RANKS],
+    pub borrowing: AtomicU64,
+    pub out: AtomicU64,
+    pub park_after_report: AtomicU32,
 }
 
 /// One rank's counters between launches; device memory, which the CPU never reads.
@@ -109,6 +111,24 @@ pub struct OneShotWork {
     pub area: [*mut u8; MAX_RANKS],
 }
 
+/// Bits of `Control::stop`, and above them the first operation that a lost peer leaves unfinished.
+pub const STOP_ABORT: u64 = 1;
+pub const STOP_PEER_LOST: u64 = 2;
+pub const STOP_FROM_SHIFT: u32 = 2;
+
+/// Bits of `TwoShotWork::lends`.
+pub const LENDS_INPUT: u32 = 1;
+pub const LENDS_OUTPUT: u32 = 2;
+
+/// Where peers' kernels see a buffer: `offset` behind the address that each rank has in `bases`; with null, where its own
+/// rank does.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LentAddress {
+    pub bases: *const u64,
+    pub offset: u64,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct TwoShotWork {
@@ -123,6 +143,10 @@ pub struct TwoShotWork {
     pub ranks: u32,
     pub most_blocks: u32,
     pub root: u32,
+    pub zero_copy: u32,
+    pub lends: u32,
+    pub lent_input: LentAddress,
+    pub lent_output: LentAddress,
     pub slots: [*mut u8; MAX_RANKS],
     pub counters: [*mut u64; MAX_RANKS],
 }
@@ -147,7 +171,7 @@ const _: () = {
     assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
     assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
     assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
-    assert!(size_of::<TwoShotWork>() == 72 + 2 * MAX_RANKS * 8);
+    assert!(size_of::<TwoShotWork>() == 112 + 2 * MAX_RANKS * 8);
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.

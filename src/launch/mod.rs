@@ -9,6 +9,7 @@ mod clique;
 mod connect;
 mod fork;
 pub mod layout;
+mod lending;
 mod order;
 mod running;
 mod settings;
@@ -19,7 +20,9 @@ mod tests;
 pub use connect::introduction;
 pub use running::beat;
 
-use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY};
+use crate::device::{
+    self, Device, DeviceKind, Devices, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY,
+};
 use crate::error::{Error, Result};
 use crate::info;
 use crate::plan::{self, Algorithm, Call, Choice, Profile};
@@ -27,6 +30,7 @@ use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
 use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, NO_ROOT};
+use lending::{Lending, Reached};
 use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
@@ -36,13 +40,12 @@ use std::time::{Duration, Instant};
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
 pub enum Stop {
     /// A peer was lost: only the host device leaves its kernel for this; a GPU kernel waits on until abort, so that no
-    /// stream runs past an unfinished collective.
-    PeerLost = 1,
+    /// stream runs past an unfinished collective. (What that one lent is another matter: `lending`.)
+    PeerLost,
     /// ncclCommAbort on this rank.
-    Abort = 2,
+    Abort,
 }
 
 /// One rank's machinery.
@@ -58,6 +61,7 @@ pub struct Engine {
     two_shot: Box<TwoShotWork>,
     memory: Arc<KernelMemory>,
     clique: Arc<Clique>,
+    lending: Lending,
     order: Arc<Mutex<StreamOrder>>,
     /// Eager launches.
     launched: Arc<AtomicU64>,
@@ -140,14 +144,14 @@ impl Engine {
             datatype: request.datatype,
             op: request.op,
         };
-        self.check_buffers(request, &call)?;
+        let reached = self.check_buffers(request, &call, self.check_pointers)?;
         let in_place = request.send == request.recv.cast_const();
         let reduces = request.collective == Collective::AllReduce;
         if self.profile.ranks == 1 && in_place && !(reduces && request.op == ReduceOp::Avg) {
             return Ok(None);
         }
         let (kernel, choice, arguments) = match request.collective {
-            Collective::AllReduce => self.all_reduce(request, &call)?,
+            Collective::AllReduce => self.all_reduce(request, &call, reached)?,
             Collective::AllGather | Collective::Broadcast { .. } => self.move_data(request, call.bytes())?,
         };
         self.tell(request, &choice);
@@ -160,7 +164,7 @@ impl Engine {
         }))
     }
 
-    fn all_reduce(&self, request: &Request, call: &Call) -> Result<(Kernel, Choice, Arguments)> {
+    fn all_reduce(&self, request: &Request, call: &Call, reached: Reached) -> Result<(Kernel, Choice, Arguments)> {
         let kernel = |family| Kernel::Reduction {
             family,
             datatype: call.datatype,
@@ -191,6 +195,7 @@ impl Engine {
                     input,
                     output,
                     count,
+                    lends: self.lends(request, call, reached)?,
                     ..*self.two_shot
                 };
                 (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
@@ -258,7 +263,8 @@ impl Engine {
         );
     }
 
-    fn check_buffers(&self, request: &Request, call: &Call) -> Result<()> {
+    /// `look_up`: at this call, not only once an allocation.
+    fn check_buffers(&self, request: &Request, call: &Call, look_up: bool) -> Result<Reached> {
         let bytes = call.bytes() as usize;
         let (mut sends, mut received) = (true, bytes);
         match request.collective {
@@ -267,13 +273,22 @@ impl Engine {
             Collective::AllGather => received = bytes * self.profile.ranks as usize,
             Collective::Broadcast { root } => sends = root == self.rank as i32,
         }
-        if sends {
-            self.check_buffer("sendbuff", request.send, bytes, call.datatype)?;
-        }
-        self.check_buffer("recvbuff", request.recv, received, call.datatype)
+        let input = match sends {
+            true => self.check_buffer("sendbuff", request.send, bytes, call.datatype, look_up)?,
+            false => Devices::NONE,
+        };
+        let output = self.check_buffer("recvbuff", request.recv, received, call.datatype, look_up)?;
+        Ok(Reached { input, output })
     }
 
-    fn check_buffer(&self, name: &str, pointer: *const c_void, bytes: usize, datatype: DataType) -> Result<()> {
+    fn check_buffer(
+        &self,
+        name: &str,
+        pointer: *const c_void,
+        bytes: usize,
+        datatype: DataType,
+        look_up: bool,
+    ) -> Result<Devices> {
         if !(pointer as usize).is_multiple_of(datatype.bytes()) {
             return Err(Error::argument(format!(
                 "{name} is {pointer:p}, which is not aligned to the {} bytes of a {}",
@@ -281,18 +296,20 @@ impl Engine {
                 datatype.name()
             )));
         }
-        self.device.check_pointer(name, pointer, bytes, self.check_pointers)
+        self.device.check_pointer(name, pointer, bytes, look_up)
     }
 
-    /// Makes every wait of this rank's kernels end. Any thread.
+    /// Makes every wait of this rank's kernels end. Any thread. An abort waits for peers' kernels that use what this rank
+    /// lent (`lending`); the loss of a peer waits for nothing.
     pub fn stop(&self, reason: Stop) {
-        if reason == Stop::Abort || self.device.kind() == DeviceKind::Host {
-            self.control().stop.fetch_max(reason as u32, Ordering::SeqCst);
+        match reason {
+            Stop::Abort => {
+                self.take_back();
+                self.control().abort();
+            }
+            Stop::PeerLost if self.device.kind() == DeviceKind::Host => self.control().give_up(),
+            Stop::PeerLost => {}
         }
-    }
-
-    fn stopped(&self) -> bool {
-        self.control().stop.load(Ordering::SeqCst) != 0
     }
 
     /// That the device failed, or what a kernel reported since the last call: a wait past the clock bound. The code of
@@ -370,7 +387,9 @@ impl Engine {
 
     /// After a launch on the caller's thread: whether the operation was stopped.
     fn outcome(&self) -> Result<()> {
-        if self.stopped() {
+        if self.control().was_stopped() {
+            // The caller may free its buffers now.
+            self.take_back();
             return Err(Error::remote(format!(
                 "rank {}: the operation was stopped before it was complete, by ncclCommAbort or by the loss of a rank",
                 self.rank
@@ -387,7 +406,11 @@ impl Drop for Engine {
         let deadline = Instant::now() + Duration::from_secs(10);
         let late =
             || (Instant::now() > deadline).then(|| Error::system("kernels of a destroyed communicator still run"));
-        self.stop(Stop::Abort);
+        // A graph may bring back what else is over.
+        if self.order.lock().was_captured() || !matches!(self.idle(), Ok(true)) {
+            self.take_back();
+        }
+        self.control().abort();
         let done = self.synchronize(&late);
         if let Err(error) = &done {
             crate::warning!("{}: its memory and its blocks of the GPU are kept", error.text);
@@ -442,11 +465,13 @@ impl Admitted<'_> {
                 device::host::launch(&sequences)?
             }
         }
-        let mut here = self.batch.iter().filter(|part| on_callers_thread(part));
-        here.try_for_each(|(engine, works)| {
+        let here = self.batch.iter().filter(|part| on_callers_thread(part));
+        let outcomes = here.map(|(engine, works)| {
             engine.launched.fetch_add(works.len() as u64, Ordering::Release);
             engine.outcome()
-        })
+        });
+        // All are counted, and all take back what they lent.
+        outcomes.fold(Ok(()), Result::and)
     }
 }
 

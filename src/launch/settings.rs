@@ -60,6 +60,11 @@ pub(super) fn wait_bound() -> Result<(u64, bool)> {
     Ok((bound_ms.saturating_mul(1_000_000), fail))
 }
 
+/// Whether this rank may lend its buffers to peers that can reach them; ranks do if all may.
+pub(super) fn zero_copy() -> Result<bool> {
+    Ok(choice("OSSICLE_ZERO_COPY", &[("0", false), ("1", true)])?.unwrap_or(true))
+}
+
 /// A rank's planning inputs; travels in its introduction, and rank 0's become the profile of all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Settings {

@@ -1,11 +1,12 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Control, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS, NO_ROOT,
+    Control, LentAddress, Link, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
+    NO_ROOT,
 };
 use crate::plan::{Profile, Program};
 use crate::transport::PeerInbox;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
 const NO_STEP: Step = Step {
@@ -15,12 +16,19 @@ const NO_STEP: Step = Step {
     chunk: 0,
 };
 
+/// What is lent in one process is seen by all where its own rank does.
+const SEEN_ALIKE: LentAddress = LentAddress {
+    bases: null(),
+    offset: 0,
+};
+
 /// What every kernel of a rank is told of the rank itself.
 pub(super) struct Own {
     pub(super) rank: u32,
     pub(super) state: *mut State,
     pub(super) control: *mut Control,
     pub(super) started: *mut u64,
+    pub(super) zero_copy: bool,
 }
 
 impl Own {
@@ -133,6 +141,10 @@ impl Own {
             ranks: profile.ranks,
             most_blocks: profile.blocks,
             root: NO_ROOT,
+            zero_copy: u32::from(self.zero_copy),
+            lends: 0,
+            lent_input: SEEN_ALIKE,
+            lent_output: SEEN_ALIKE,
             slots,
             counters,
         }

@@ -13,6 +13,7 @@ use oracle::{Element, Order, Patterns};
 use std::os::fd::BorrowedFd;
 
 mod graphs;
+mod lending;
 mod moves;
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;
@@ -53,6 +54,10 @@ pub(super) fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
 }
 
 pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: Path) -> Vec<Engine> {
+    cluster_with(devices, profile, path, false)
+}
+
+fn cluster_with(devices: &[Arc<dyn Device>], profile: &Profile, path: Path, zero_copy: bool) -> Vec<Engine> {
     let programs: Vec<Program> = (0..profile.ranks)
         .map(|rank| plan::ring_all_reduce(profile.ranks, rank))
         .collect();
@@ -62,6 +67,7 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
         .map(|device| Inbox::create(device, path, geometry).unwrap())
         .collect();
     let clique: Arc<Clique> = Arc::default();
+    let uuids: Vec<_> = devices.iter().map(|device| device.uuid()).collect();
     let engine = |rank: usize| {
         let open = |peer: usize| match peer == rank {
             true => inboxes[peer].own(),
@@ -81,6 +87,7 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
             &programs,
             opened,
             clique.clone(),
+            Lending::new(devices[rank].as_ref(), path, &uuids, zero_copy),
         )
         .unwrap()
     };

@@ -13,7 +13,7 @@ use std::fmt;
 use std::ptr::NonNull;
 pub use types::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream};
 pub use types::{CUgraph, CUgraphNode, CUhostFn, CUuserObject};
-pub use types::{CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle};
+pub use types::{CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmemLocation};
 
 /// The oldest driver that has all required functions (525.60).
 const OLDEST_VERSION: c_int = 12000;
@@ -123,6 +123,7 @@ function_table! {
         );
         12000 fn cuMemUnmap(address: CUdeviceptr, bytes: usize);
         12000 fn cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const CUmemAccessDesc, count: usize);
+        12000 fn cuMemGetAccess(flags: *mut c_ulonglong, location: *const CUmemLocation, address: CUdeviceptr);
         12000 fn cuMemExportToShareableHandle(
             shareable: *mut c_void,
             handle: CUmemGenericAllocationHandle,

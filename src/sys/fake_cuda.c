@@ -294,6 +294,12 @@ CALL(cuMemSetAccess(u64 address, size_t bytes, const int *access, size_t count))
     if (fake_fail_set_access || access[0] != 1 || access[2] != 3) return UNKNOWN;
     return mprotect((void *)address, bytes, PROT_READ | PROT_WRITE);
 }
+/* GPU 0 has access to what is mapped, GPU 1 if this says so. */
+int fake_peer_access;
+CALL(cuMemGetAccess(u64 *flags, const int *location, u64 address))
+    *flags = location[1] == 0 || fake_peer_access ? 3 : 0;
+    return location[0] != 1 || !address ? INVALID_VALUE : 0;
+}
 CALL(cuMemExportToShareableHandle(int *shareable, u64 handle, int kind, u64 flags))
     *shareable = dup((int)handle);
     return kind != 1 || flags || *shareable < 0 ? INVALID_VALUE : 0;
@@ -331,7 +337,7 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuStreamGetCaptureInfo), ENTRY(cuStreamGetId), ENTRY(cuStreamGetCtx), ENTRY(cuStreamGetDevice), ENTRY(cuStreamWaitEvent),
     ENTRY(cuEventCreate), ENTRY(cuEventRecord), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate),
     ENTRY(cuMemRelease), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap),
-    ENTRY(cuMemSetAccess), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuEventQuery), ENTRY(cuUserObjectCreate),
+    ENTRY(cuMemSetAccess), ENTRY(cuMemGetAccess), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuEventQuery), ENTRY(cuUserObjectCreate),
     ENTRY(cuUserObjectRelease), ENTRY(cuGraphRetainUserObject), ENTRY(cuMemExportToShareableHandle),
     ENTRY(cuMemImportFromShareableHandle), ENTRY(cuIpcGetMemHandle), ENTRY(cuIpcOpenMemHandle),
     ENTRY(cuIpcCloseMemHandle),

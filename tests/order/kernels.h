@@ -72,8 +72,8 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
   Rank& me = world.rank[rank];
   me.two_shot = TwoShotWork{};
   TwoShotWork& work = me.two_shot;
-  work.input = me.input + op.offset;
-  work.output = me.output + op.offset;
+  work.output = me.output + op.offset_of(rank);
+  work.input = op.in_place[rank] ? work.output : me.input + op.offset_of(rank);
   work.count = op.count;
   work.state = &me.state;
   work.control = &me.control;
@@ -83,6 +83,12 @@ inline void prepare_two_shot(World& world, uint32_t rank, const Op& op) {
   work.ranks = world.ranks;
   work.most_blocks = BLOCKS;
   work.root = op.root;
+  work.zero_copy = world.zero_copy;
+  work.lends = op.lends[rank];
+  if (op.mapped[rank] & LENDS_INPUT) {
+    work.lent_input = LentAddress{op.in_place[rank] ? me.output_bases : me.input_bases, op.offset_of(rank) * 4};
+  }
+  if (op.mapped[rank] & LENDS_OUTPUT) work.lent_output = LentAddress{me.output_bases, op.offset_of(rank) * 4};
   for (uint32_t r = 0; r < world.ranks; ++r) {
     work.slots[r] = world.rank[r].staging;
     work.counters[r] = world.rank[r].counters;
@@ -125,13 +131,13 @@ inline uint32_t of_root(const World&, const Op& op, uint32_t i) { return input_o
 
 inline const std::vector<Kernel>& kernels() {
   static const std::vector<Kernel> all{
-      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false, false},
-      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false, false},
-      {"two_shot_gather", prepare_two_shot_move, run_two_shot_move, part_a_rank, gathered, false, false},
-      {"two_shot_broadcast", prepare_two_shot_move, run_two_shot_move, one_part, of_root, false, true},
-      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true, false},
-      {"one_shot_gather", prepare_one_shot_move, run_one_shot_move, part_a_rank, gathered, true, false},
-      {"one_shot_broadcast", prepare_one_shot_move, run_one_shot_move, one_part, of_root, true, true},
+      {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false, false, false},
+      {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false, false, true},
+      {"two_shot_gather", prepare_two_shot_move, run_two_shot_move, part_a_rank, gathered, false, false, false},
+      {"two_shot_broadcast", prepare_two_shot_move, run_two_shot_move, one_part, of_root, false, true, false},
+      {"one_shot", prepare_one_shot, run_one_shot, one_part, sum_of_all, true, false, false},
+      {"one_shot_gather", prepare_one_shot_move, run_one_shot_move, part_a_rank, gathered, true, false, false},
+      {"one_shot_broadcast", prepare_one_shot_move, run_one_shot_move, one_part, of_root, true, true, false},
   };
   return all;
 }

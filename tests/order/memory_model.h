@@ -15,7 +15,10 @@
 //   - A load may also be late: a store to a word that another thread read, unless the reading happened before the store,
 //     could have been what it read. That is reported where it happens, since the value has been used already.
 //   - A launch begins and ends with a fence of all its threads, and ends when its buffers are empty.
-//   - Counters that only one rank's kernels touch (State), inputs and the stop word are plain memory.
+//   - Fences in turn (PTX's fence.sc) have one order: each joins the views of the earlier ones, and what its thread stored
+//     before is in memory.
+//   - Counters that only one rank's kernels touch (State) and inputs that peers do not read are plain memory. Hosts write
+//     straight into memory, as versions: inputs and outputs before a launch, stop words and rows of addresses at any time.
 #pragma once
 #include <string.h>
 #include <algorithm>
@@ -47,6 +50,7 @@ struct Version {
 
 struct Access {
   uint32_t agent, number;
+  uint64_t where;  // bits of the word
 };
 
 struct Word {
@@ -72,6 +76,8 @@ struct Buffer {
   bool all = true, result = true;
   View joined;
   std::vector<uint32_t> waiting;
+  // What its threads share: plain memory.
+  alignas(16) char memory[512] = {};
 };
 
 // A thread of a block, or a rank's host.
@@ -94,12 +100,6 @@ class Memory {
   }
 
   Agent& me() { return agents[schedule.current()]; }
-
-  // Forgets what a range held: the harness wrote it itself.
-  void forget(const void* begin, size_t bytes) {
-    const uintptr_t from = reinterpret_cast<uintptr_t>(begin) & ~uintptr_t(7);
-    for (uintptr_t at = from; at < reinterpret_cast<uintptr_t>(begin) + bytes; at += 8) words_.erase(at);
-  }
 
   size_t buffers() const { return buffers_.size(); }
   Buffer* buffer(size_t i) { return buffers_[i].get(); }
@@ -131,7 +131,7 @@ class Memory {
     uint64_t value = version.value;
     if (version.release) (kind == Kind::ORDERED ? agent.view : agent.relaxed).join(*version.release);
     if (kind == Kind::PAYLOAD) {
-      note_reader(word, Access{schedule.current(), number});
+      note_reader(word, Access{schedule.current(), number, mask(bytes) << address % 8 * 8});
       schedule.progress();
     }
     if (agent.buffer) {
@@ -150,15 +150,20 @@ class Memory {
     const uintptr_t address = reinterpret_cast<uintptr_t>(to);
     const uint32_t number = act(agent);
     Word& word = word_of(address);
-    if (kind == Kind::PAYLOAD) {
-      for (const Access& reader : word.readers) {
-        if (!agent.view.has(reader.agent, reader.number)) found("payload overwritten that another may still read");
-      }
-      word.readers.clear();
-    }
+    if (kind == Kind::PAYLOAD) check_readers(word, mask(bytes) << address % 8 * 8);
     const Release release = kind == Kind::ORDERED ? std::make_shared<const View>(agent.view) : agent.fence;
     agent.buffer->stores.push_back(Pending{address, bytes, value, schedule.current(), number, release, lingering()});
     schedule.progress();
+  }
+
+  // By a rank's host: in memory at once.
+  void write(void* to, uint32_t bytes, uint64_t value, Kind kind = Kind::RELAXED) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(to);
+    const uint32_t number = act(me());
+    Word& word = word_of(address);
+    check_readers(word, mask(bytes) << address % 8 * 8);
+    const Release release = kind == Kind::ORDERED ? std::make_shared<const View>(me().view) : nullptr;
+    add_version(word, Pending{address, bytes, value, schedule.current(), number, release, 0});
   }
 
   // An atomic change of a word that nothing but such changes touches: `change` reads and writes the memory itself.
@@ -188,6 +193,25 @@ class Memory {
     Agent& agent = me();
     act(agent);
     agent.view.join(agent.relaxed);
+    agent.fence = std::make_shared<const View>(agent.view);
+  }
+
+  void fence_in_turn() {
+    schedule.maybe_yield();
+    Agent& agent = me();
+    act(agent);
+    agent.view.join(agent.relaxed);
+    agent.view.join(in_turn_);
+    for (size_t i = 0; agent.buffer && i < agent.buffer->stores.size();) {
+      const Pending& store = agent.buffer->stores[i];
+      if (!agent.view.has(store.agent, store.number)) {
+        ++i;
+        continue;
+      }
+      drain(*agent.buffer, i);
+      i = 0;
+    }
+    in_turn_.join(agent.view);
     agent.fence = std::make_shared<const View>(agent.view);
   }
 
@@ -245,12 +269,34 @@ class Memory {
 
   static void note_reader(Word& word, Access reader) {
     for (Access& known : word.readers) {
-      if (known.agent == reader.agent) {
+      if (known.agent == reader.agent && known.where == reader.where) {
         known = reader;
         return;
       }
     }
     word.readers.push_back(reader);
+  }
+
+  // What is about to be overwritten was read by nobody, or before.
+  void check_readers(Word& word, uint64_t where) {
+    for (size_t i = 0; i < word.readers.size();) {
+      const Access& reader = word.readers[i];
+      if ((reader.where & where) == 0) {
+        ++i;
+        continue;
+      }
+      if (!me().view.has(reader.agent, reader.number)) found("payload overwritten that another may still read");
+      word.readers.erase(word.readers.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+
+  static void add_version(Word& word, const Pending& store) {
+    word.versions.push_back(Version{merged(word.versions.back().value, store), store.agent, store.number, store.release});
+    if (word.versions.size() > MAX_VERSIONS) {
+      word.versions.erase(word.versions.begin());
+      ++word.first;
+    }
+    memcpy(reinterpret_cast<void*>(store.address), &store.value, store.bytes);
   }
 
   // Now and then a store stays for the length of an operation.
@@ -274,13 +320,7 @@ class Memory {
     for (size_t j; (j = first_before(buffer, i)) != i;) i = j;
     const Pending store = buffer.stores[i];
     buffer.stores.erase(buffer.stores.begin() + static_cast<std::ptrdiff_t>(i));
-    Word& word = word_of(store.address);
-    word.versions.push_back(Version{merged(word.versions.back().value, store), store.agent, store.number, store.release});
-    if (word.versions.size() > MAX_VERSIONS) {
-      word.versions.erase(word.versions.begin());
-      ++word.first;
-    }
-    memcpy(reinterpret_cast<void*>(store.address), &store.value, store.bytes);
+    add_version(word_of(store.address), store);
     schedule.progress();
   }
 
@@ -298,6 +338,7 @@ class Memory {
 
   std::unordered_map<uintptr_t, Word> words_;
   std::unordered_map<uintptr_t, View> changed_;
+  View in_turn_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
 };
 

@@ -10,6 +10,13 @@ namespace model {
 using Kind = Memory::Kind;
 inline Kind kind_at(Site site) { return dropped(site) ? Kind::RELAXED : Kind::ORDERED; }
 inline void pause() { memory->schedule.yield(); }
+
+// Memory of the block that the running thread belongs to. Barriers order it; a wrong one shows as what an earlier
+// operation or nobody wrote there.
+template <typename T> T& block_memory() {
+  static_assert(sizeof(T) <= sizeof(Buffer::memory), "more than a block has");
+  return *reinterpret_cast<T*>(memory->me().buffer->memory);
+}
 }  // namespace model
 
 template <Site SITE> void barrier(const Block&) {
@@ -65,6 +72,10 @@ inline void store_line(Line* line, const Line& value) {
 
 template <Site SITE> void order_before_lines() {
   if (!dropped(SITE)) model::memory->fence();
+}
+
+template <Site SITE> void order_before_loads() {
+  if (!dropped(SITE)) model::memory->fence_in_turn();
 }
 
 template <Site SITE> uint32_t arrive(uint32_t* counter) {

@@ -5,7 +5,7 @@
 #include "collective/one_shot.h"
 #include "collective/one_shot_move.h"
 #include "collective/program.h"
-#include "collective/two_shot.h"
+#include "collective/two_shot_direct.h"
 #include "collective/two_shot_move.h"
 
 namespace ossicle::model {
@@ -24,6 +24,13 @@ struct Op {
   // Buffers begin so many elements past a multiple of 16 bytes.
   uint32_t offset;
   bool floats;
+  // By rank, where the kernel can: buffers that it lends (Lends), whether it is in place, whether it is misaligned alone.
+  uint8_t lends[RANKS];
+  // Those whose address peers find in a row (Lends).
+  uint8_t mapped[RANKS];
+  bool in_place[RANKS], shifted[RANKS];
+
+  uint32_t offset_of(uint32_t rank) const { return offset + (shifted[rank] ? 1 : 0); }
 };
 
 // A kernel under test. To add one: give it a `prepare` that fills its work struct in Rank, a `body` that runs it as one
@@ -40,6 +47,8 @@ struct Kernel {
   bool lines;
   // One rank's data goes to all.
   bool rooted;
+  // Ranks may lend each other their buffers.
+  bool lends;
 };
 
 // A row of programs.txt: what plan/ makes for one rank.
@@ -62,17 +71,21 @@ struct alignas(128) Rank {
   uint64_t counters[2 * (RANKS - 1) * BLOCKS * FLAG_STRIDE];
   OneShotWork one_shot;
   TwoShotWork two_shot;
+  // Rows for input and output (LentAddress), and the operations during or before which they are filled.
+  uint64_t input_bases[RANKS], output_bases[RANKS];
+  uint32_t input_mapped_in, output_mapped_in;
   // What happened before the next launch.
   View view;
   Buffer* buffers[BLOCKS];
 };
 
 struct World {
-  uint32_t ranks, slots, slot_bytes;
+  uint32_t ranks, slots, slot_bytes, zero_copy;
   uint32_t lines;  // of a region: what the longest operation needs
   std::vector<Op> ops;
-  // The last operation lacks a rank and is stopped.
-  bool stopped;
+  // All ranks are aborted in this operation, which one may lack, or before it; NEVER: none is.
+  static constexpr uint32_t NEVER = ~0u;
+  uint32_t aborted_in;
   uint32_t absent;
   std::unique_ptr<Rank[]> rank;
 };

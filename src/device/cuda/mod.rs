@@ -25,7 +25,9 @@ mod tests;
 mod user_memory;
 mod virtual_memory;
 
-use super::{Device, DeviceKind, Export, Launch, Mapping, Mark, Memory, Placement, Sharing, StreamKey, Ticket};
+use super::{
+    Device, DeviceKind, Devices, Export, Launch, Mapping, Mark, Memory, Placement, Sharing, StreamKey, Ticket,
+};
 use crate::bootstrap::Descriptor;
 use crate::error::{Error, Result};
 use crate::sys::cuda::{driver, CUdevice, CUdeviceptr, CallResult, Driver, Failure, Unusable};
@@ -462,15 +464,22 @@ impl Device for CudaDevice {
         }
     }
 
-    fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<()> {
+    fn devices(&self, uuids: &[[u8; 16]]) -> Devices {
+        self.devices_of(uuids)
+    }
+
+    fn check_pointer(&self, name: &str, pointer: *const c_void, bytes: usize, always: bool) -> Result<Devices> {
         let address = pointer as usize;
-        if bytes == 0 || (!always && self.known_ranges.covers(address, bytes)) {
-            return Ok(());
+        if bytes == 0 {
+            return Ok(Devices::ALL);
+        }
+        if let Some(known) = self.known_ranges.find(address, bytes).filter(|_| !always) {
+            return Ok(known);
         }
         let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
-        let range = pointers::look_up(self.driver, self.ordinal, name, address, bytes)?;
-        self.known_ranges.remember(address, range);
-        Ok(())
+        let (range, devices) = pointers::look_up(self.driver, self.ordinal, name, address, bytes)?;
+        self.known_ranges.remember(address, range, devices);
+        Ok(devices)
     }
 
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {

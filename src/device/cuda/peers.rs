@@ -4,7 +4,9 @@
 //! give: the memory of the pools. What `ncclMemAlloc` maps has access of its own (`user_memory`).
 
 use super::context::RelaxedCapture;
+use super::pointers::bit;
 use super::{can_access, device_count, device_handle, uuid, CudaDevice};
+use crate::device::Devices;
 use crate::error::{Error, Result};
 use crate::sys::cuda::{CUdevice, CallResult};
 use cudarc::driver::sys::CUresult;
@@ -20,6 +22,16 @@ impl CudaDevice {
 
     fn others(&self) -> impl Iterator<Item = i32> + '_ {
         (0..device_count(self.driver).unwrap_or(0)).filter(|peer| *peer != self.ordinal)
+    }
+
+    /// A bit each, by ordinal. A GPU that this process does not see has none; no communicator lends across such.
+    pub(super) fn devices_of(&self, uuids: &[[u8; 16]]) -> Devices {
+        let is_meant = |ordinal: &i32| {
+            let found = device_handle(self.driver, *ordinal).and_then(|device| uuid(self.driver, device));
+            found.is_ok_and(|uuid| uuids.contains(&uuid))
+        };
+        let meant = (0..device_count(self.driver).unwrap_or(0)).filter(is_meant);
+        Devices(meant.fold(0, |bits, ordinal| bits | bit(ordinal)))
     }
 
     pub(super) fn enable_peer(&self, wanted: [u8; 16]) -> Result<()> {

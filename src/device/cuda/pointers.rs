@@ -1,14 +1,19 @@
-//! Whether a user's buffer can be reached by a GPU's kernels, and the cache of ranges that can.
+//! Whether a user's buffer can be reached by a GPU's kernels, and those of which others, and the cache of ranges that can.
 //!
+//! What `cuMemAlloc` gave is reached by every GPU that this one's memory was opened for (`peers`), what was mapped by
+//! those that access was set for. Of pinned and managed memory, and of pools, only the GPU's own kernels are known to.
 //! A range is looked up once and then trusted, until `ncclMemFree` frees it. Memory that its owner frees otherwise stays
 //! trusted until its entry is overwritten: `NCCL_CHECK_POINTERS=1` looks every pointer up.
 
+use super::device_count;
+use super::virtual_memory::has_access;
+use crate::device::Devices;
 use crate::error::{Error, Result};
 use crate::sys::cuda::Driver;
 use cudarc::driver::sys::{CUmemorytype, CUpointer_attribute, CUresult};
 use std::ffi::{c_int, c_uint, c_void};
 use std::ops::Range;
-use std::sync::atomic::{fence, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 /// Pieces that a buffer may consist of: 1 TiB in the driver's smallest pages of 2 MiB.
 const MOST_PIECES: usize = 1 << 19;
@@ -72,9 +77,32 @@ impl Attributes {
     }
 }
 
-/// Looks `bytes` at `pointer` up; the range around them that kernels of GPU `ordinal` reach. A context of that GPU must
-/// be current.
-pub(super) fn look_up(driver: &Driver, ordinal: i32, name: &str, pointer: usize, bytes: usize) -> Result<Range<usize>> {
+/// The bit of a GPU in `Devices`.
+pub(super) fn bit(ordinal: i32) -> u64 {
+    1u64.checked_shl(ordinal as u32).unwrap_or(0)
+}
+
+/// GPUs whose kernels reach a piece of memory that GPU `ordinal` reaches.
+fn reached_by(driver: &Driver, ordinal: i32, found: &Attributes) -> u64 {
+    let on_device = found.memory_type == CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 && !found.managed;
+    match (on_device, found.whole) {
+        (true, true) => Devices::ALL.0,
+        (true, false) => (0..device_count(driver).unwrap_or(0))
+            .filter(|peer| *peer != ordinal && has_access(driver, *peer, found.range.start))
+            .fold(bit(ordinal), |bits, peer| bits | bit(peer)),
+        (false, _) => bit(ordinal),
+    }
+}
+
+/// Looks `bytes` at `pointer` up; the range around them that kernels of GPU `ordinal` reach, and all GPUs whose do. A
+/// context of that GPU must be current.
+pub(super) fn look_up(
+    driver: &Driver,
+    ordinal: i32,
+    name: &str,
+    pointer: usize,
+    bytes: usize,
+) -> Result<(Range<usize>, Devices)> {
     let end = pointer.checked_add(bytes).ok_or_else(|| {
         Error::argument(format!(
             "{name} is {pointer:#x} with {bytes} bytes, which run past the end of the address space"
@@ -82,10 +110,11 @@ pub(super) fn look_up(driver: &Driver, ordinal: i32, name: &str, pointer: usize,
     })?;
     let first = Attributes::of(driver, pointer)?.ok_or_else(|| plain_host_memory(name, pointer))?;
     check_place(&first, ordinal, name, pointer)?;
+    let mut devices = reached_by(driver, ordinal, &first);
     let mut reached = first.range.clone();
     if !reached.contains(&pointer) {
         // The driver does not tell the range (some kinds of managed and registered memory): trust what was asked for.
-        return Ok(pointer..end);
+        return Ok((pointer..end, Devices(bit(ordinal))));
     }
     let mut pieces = 1;
     while reached.end < end {
@@ -97,6 +126,7 @@ pub(super) fn look_up(driver: &Driver, ordinal: i32, name: &str, pointer: usize,
         match next.filter(|next| !next.whole && next.range.start == reached.end && next.range.end > reached.end) {
             Some(next) => {
                 check_place(&next, ordinal, name, reached.end)?;
+                devices &= reached_by(driver, ordinal, &next);
                 reached.end = next.range.end;
                 pieces += 1;
             }
@@ -109,7 +139,7 @@ pub(super) fn look_up(driver: &Driver, ordinal: i32, name: &str, pointer: usize,
             }
         }
     }
-    Ok(reached)
+    Ok((reached, Devices(devices)))
 }
 
 fn check_place(found: &Attributes, ordinal: i32, name: &str, pointer: usize) -> Result<()> {
@@ -155,6 +185,7 @@ struct Entry {
     sequence: AtomicU32,
     start: AtomicUsize,
     end: AtomicUsize,
+    devices: AtomicU64,
 }
 
 /// Ranges that were looked up: a direct-mapped table, read and written without a lock.
@@ -171,25 +202,23 @@ impl Default for KnownRanges {
 }
 
 impl KnownRanges {
-    pub(super) fn covers(&self, pointer: usize, bytes: usize) -> bool {
-        let Some(end) = pointer.checked_add(bytes) else {
-            return false;
-        };
-        [LARGE_SHIFT, SMALL_SHIFT].into_iter().any(|shift| {
-            self.entry(pointer, shift)
-                .read()
-                .is_some_and(|range| range.start <= pointer && end <= range.end)
+    /// Who reaches all of a buffer, if that is known.
+    pub(super) fn find(&self, pointer: usize, bytes: usize) -> Option<Devices> {
+        let end = pointer.checked_add(bytes)?;
+        [LARGE_SHIFT, SMALL_SHIFT].into_iter().find_map(|shift| {
+            let (range, devices) = self.entry(pointer, shift).read()?;
+            (range.start <= pointer && end <= range.end).then_some(devices)
         })
     }
 
-    /// `range` was looked up for `pointer`.
-    pub(super) fn remember(&self, pointer: usize, range: Range<usize>) {
+    /// `range` was looked up for `pointer`; kernels of `devices` reach it.
+    pub(super) fn remember(&self, pointer: usize, range: Range<usize>, devices: Devices) {
         let shift = if range.len() >= LARGE_BYTES {
             LARGE_SHIFT
         } else {
             SMALL_SHIFT
         };
-        self.entry(pointer, shift).write(range);
+        self.entry(pointer, shift).write(range, devices);
     }
 
     /// Memory in `freed` is gone: no range that touches it covers anything any more. An entry that another thread is
@@ -197,8 +226,8 @@ impl KnownRanges {
     pub(super) fn forget(&self, freed: &Range<usize>) {
         for entry in &self.entries {
             let known = entry.read();
-            if known.is_some_and(|range| range.start < freed.end && freed.start < range.end) {
-                entry.write(0..0);
+            if known.is_some_and(|(range, _)| range.start < freed.end && freed.start < range.end) {
+                entry.write(0..0, Devices::NONE);
             }
         }
     }
@@ -211,15 +240,16 @@ impl KnownRanges {
 }
 
 impl Entry {
-    fn read(&self) -> Option<Range<usize>> {
+    fn read(&self) -> Option<(Range<usize>, Devices)> {
         let before = self.sequence.load(Ordering::Acquire);
         let range = self.start.load(Ordering::Relaxed)..self.end.load(Ordering::Relaxed);
+        let devices = Devices(self.devices.load(Ordering::Relaxed));
         fence(Ordering::Acquire);
-        (before.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == before).then_some(range)
+        (before.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == before).then_some((range, devices))
     }
 
     /// Leaves the entry alone while another thread writes it: then it is known to that one, and looked up again.
-    fn write(&self, range: Range<usize>) {
+    fn write(&self, range: Range<usize>, devices: Devices) {
         let before = self.sequence.load(Ordering::Relaxed);
         if !before.is_multiple_of(2)
             || self
@@ -232,6 +262,7 @@ impl Entry {
         fence(Ordering::Release);
         self.start.store(range.start, Ordering::Relaxed);
         self.end.store(range.end, Ordering::Relaxed);
+        self.devices.store(devices.0, Ordering::Relaxed);
         self.sequence.store(before.wrapping_add(2), Ordering::Release);
     }
 }
@@ -241,17 +272,23 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
+    impl KnownRanges {
+        fn covers(&self, pointer: usize, bytes: usize) -> bool {
+            self.find(pointer, bytes).is_some()
+        }
+    }
+
     #[test]
     fn a_known_range_covers_what_lies_in_it() {
         let known = KnownRanges::default();
         assert!(!known.covers(0x7000_0000, 1));
-        known.remember(0x7000_0000, 0x7000_0000..0x7400_0000);
+        known.remember(0x7000_0000, 0x7000_0000..0x7400_0000, Devices(1));
         assert!(known.covers(0x7000_0000, 0x400_0000));
         assert!(known.covers(0x7000_0010, 16), "same 2 MiB page");
         assert!(!known.covers(0x7000_0000, 0x400_0001));
         assert!(!known.covers(usize::MAX, 2));
-        known.remember(0x1200, 0x1200..0x1300);
-        known.remember(0x1400, 0x1400..0x1500);
+        known.remember(0x1200, 0x1200..0x1300, Devices(1));
+        known.remember(0x1400, 0x1400..0x1500, Devices(1));
         assert!(
             known.covers(0x1200, 0x100) && known.covers(0x1400, 0x100),
             "small neighbours are both known"
@@ -268,10 +305,10 @@ mod tests {
             (0x1400, 0x100),
         ];
         for (start, bytes) in ranges {
-            known.remember(start, start..start + bytes);
+            known.remember(start, start..start + bytes, Devices(1));
         }
         // Two pages of one buffer: its range has an entry for each.
-        known.remember(0x7020_0000, 0x7000_0000..0x7040_0000);
+        known.remember(0x7020_0000, 0x7000_0000..0x7040_0000, Devices(1));
         let covered = || ranges.map(|(start, bytes)| known.covers(start, bytes));
         known.forget(&(0x1300..0x1400));
         assert_eq!(covered(), [true; 4], "beside the small ones");
@@ -291,19 +328,20 @@ mod tests {
                 std::thread::spawn(move || {
                     for i in 0..20_000usize {
                         let start = (i * 2 + thread) << 20;
-                        entry.write(start..start + 7);
+                        entry.write(start..start + 7, Devices(start as u64));
                     }
                 })
             })
             .collect();
         for _ in 0..20_000 {
-            if let Some(range) = entry.read() {
+            if let Some((range, devices)) = entry.read() {
                 assert!(range == (0..0) || range.len() == 7, "{range:?}");
+                assert_eq!(devices, Devices(range.start as u64));
             }
         }
         for writer in writers {
             writer.join().expect("no panic");
         }
-        assert_eq!(entry.read().map(|range| range.len()), Some(7));
+        assert_eq!(entry.read().map(|(range, _)| range.len()), Some(7));
     }
 }

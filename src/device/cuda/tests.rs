@@ -211,7 +211,8 @@ const RANGE: FakeRange = FakeRange {
 };
 
 fn check(device: &CudaDevice, pointer: u64, bytes: usize) -> Result<()> {
-    device.check_pointer("sendbuff", pointer as *const c_void, bytes, false)
+    let reached = device.check_pointer("sendbuff", pointer as *const c_void, bytes, false);
+    reached.map(drop)
 }
 
 #[test]
@@ -505,17 +506,19 @@ fn freed_user_memory_is_trusted_by_no_device() {
     let pointer = device.allocate_user(3 << 20).expect("memory");
     let start = pointer as usize;
     for known in [&device, other] {
-        known.known_ranges.remember(start, start..start + (4 << 20));
-        known.known_ranges.remember(0x1000, 0x1000..0x2000);
-        assert!(known.known_ranges.covers(start, 3 << 20));
+        let ranges = &known.known_ranges;
+        ranges.remember(start, start..start + (4 << 20), Devices::ALL);
+        ranges.remember(0x1000, 0x1000..0x2000, Devices::ALL);
+        assert!(ranges.find(start, 3 << 20).is_some());
     }
     device.free_user(pointer).expect("freed");
     for known in [&device, other] {
-        assert!(!known.known_ranges.covers(start, 1));
-        assert!(known.known_ranges.covers(0x1000, 1), "of others nothing is forgotten");
+        let ranges = &known.known_ranges;
+        assert!(ranges.find(start, 1).is_none());
+        assert!(ranges.find(0x1000, 1).is_some(), "of others nothing is forgotten");
     }
     assert_refused(
-        device.check_pointer("sendbuff", pointer, 1, false),
+        device.check_pointer("sendbuff", pointer, 1, false).map(drop),
         Code::InvalidArgument,
         &["sendbuff", "is host memory that the GPU cannot reach"],
     );

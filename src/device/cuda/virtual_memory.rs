@@ -59,6 +59,18 @@ pub(super) fn access_of(ordinal: i32) -> CUmemAccessDesc {
     }
 }
 
+/// Whether kernels of a device may read and write what is mapped at an address; false where that cannot be told.
+pub(super) fn has_access(driver: &Driver, ordinal: i32, address: usize) -> bool {
+    let (mut flags, location) = (0, location(ordinal));
+    // SAFETY: a complete location; writes one word; the address is looked up, never read through.
+    let told = unsafe {
+        driver
+            .call
+            .cuMemGetAccess(&mut flags, &location, address as CUdeviceptr)
+    };
+    told.is_ok() && flags == types::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u64
+}
+
 fn location(ordinal: i32) -> types::CUmemLocation {
     types::CUmemLocation {
         type_: types::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,

@@ -1,9 +1,10 @@
 //! What is asked of a GPU to keep the order, and what is refused, by a device that writes it down.
 
 use super::*;
-use crate::device::{host, Device, DeviceKind, Launch, Memory, Placement};
+use crate::device::{host, Device, DeviceKind, Devices, Launch, Memory, Placement};
 use crate::error::Code;
-use crate::launch::{admit, clique, running, tests, Admitted, Algorithm, KernelMemory, Stop};
+use crate::launch::layout::STOP_ABORT;
+use crate::launch::{admit, clique, running, tests, Admitted, Algorithm, KernelMemory};
 use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::Path;
 use parking_lot::Mutex;
@@ -70,8 +71,8 @@ impl Device for Recorder {
         Ok(address)
     }
     fn unregister(&self, _address: *mut u8) {}
-    fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<()> {
-        Ok(())
+    fn check_pointer(&self, _name: &str, _pointer: *const c_void, _bytes: usize, _always: bool) -> Result<Devices> {
+        Ok(Devices::ALL)
     }
     fn check_stream(&self, stream: *mut c_void) -> Result<StreamKey> {
         Ok(StreamKey {
@@ -227,7 +228,7 @@ fn a_graph_keeps_the_kernels_memory_with_the_stop_word_raised() {
     let memory = Arc::downgrade(&engines[0].memory);
     drop(engines);
     let kept = memory.upgrade().expect("the graph keeps it");
-    assert_eq!(kept.control().stop.load(Ordering::SeqCst), Stop::Abort as u32);
+    assert_eq!(kept.control().stop.load(Ordering::SeqCst), STOP_ABORT);
     drop(kept);
     recorder.kept.lock().clear();
     goes(&memory);

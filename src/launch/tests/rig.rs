@@ -1,8 +1,8 @@
 //! What the tests of streams share: seeds, buffers, communicators over streams of one scheduler.
 
 use super::oracle::{self, Element, Order, Patterns};
-use super::{cluster, profile};
-use crate::device::host::Stream;
+use super::{cluster_with, profile};
+use crate::device::host::{self, Stream};
 use crate::error::Result;
 use crate::launch::{admit, Algorithm, Engine, Part, Work};
 use crate::request::{Collective, ReduceOp, Request};
@@ -79,8 +79,9 @@ pub(super) struct Ranks {
 }
 
 pub(super) fn ranks(ranks: u32, algorithm: Algorithm, channels: u32) -> Ranks {
+    let devices: Vec<_> = (0..ranks).map(|rank| host::open(rank as i32)).collect();
     Ranks {
-        engines: cluster(&profile(ranks, algorithm, channels), Path::P2p),
+        engines: cluster_with(&devices, &profile(ranks, algorithm, channels), Path::P2p, true),
         order: match algorithm {
             Algorithm::OneShot | Algorithm::TwoShot => Order::Ranks,
             Algorithm::Ring => Order::Ring {
