@@ -11,6 +11,7 @@ mod inbox;
 mod links;
 #[cfg(test)]
 mod links_tests;
+pub mod net;
 mod shared;
 
 pub use descriptors::Limit;
