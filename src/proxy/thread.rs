@@ -155,9 +155,7 @@ impl Served {
         if called || self.needs.awake.load(Ordering::Acquire) > 0 || (self.client.outstanding)() {
             self.needed = Some(now);
         }
-        let needed = self
-            .needed
-            .is_some_and(|at| now.saturating_duration_since(at) < LINGER);
+        let needed = self.needed.is_some_and(|at| now.saturating_duration_since(at) < LINGER);
         if !(needed || self.sending || self.drain.is_some()) {
             return None;
         }
