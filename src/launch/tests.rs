@@ -14,6 +14,7 @@ use oracle::{Element, Order, Patterns};
 use std::os::fd::BorrowedFd;
 
 mod graphs;
+mod hosts;
 mod moves;
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;

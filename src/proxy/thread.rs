@@ -161,9 +161,7 @@ impl Served {
             self.needed = Some(now);
         }
         self.was_needed = need;
-        let needed = self
-            .needed
-            .is_some_and(|at| now.saturating_duration_since(at) < LINGER);
+        let needed = self.needed.is_some_and(|at| now.saturating_duration_since(at) < LINGER);
         if !(needed || self.sending || self.drain.is_some()) {
             return None;
         }

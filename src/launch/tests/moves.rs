@@ -65,7 +65,7 @@ fn move_bytes(
         .collect()
 }
 
-fn check_gather(engines: &[Engine], inputs: &[Vec<u8>], shift: usize, in_place: bool) {
+pub(super) fn check_gather(engines: &[Engine], inputs: &[Vec<u8>], shift: usize, in_place: bool) {
     let gathered = move_bytes(engines, Collective::AllGather, inputs, shift, in_place);
     let (ranks, count) = (engines.len(), inputs[0].len());
     assert!(
@@ -74,7 +74,7 @@ fn check_gather(engines: &[Engine], inputs: &[Vec<u8>], shift: usize, in_place: 
     );
 }
 
-fn check_broadcast(engines: &[Engine], root: usize, inputs: &[Vec<u8>], shift: usize, in_place: bool) {
+pub(super) fn check_broadcast(engines: &[Engine], root: usize, inputs: &[Vec<u8>], shift: usize, in_place: bool) {
     let collective = Collective::Broadcast { root: root as i32 };
     let sent = move_bytes(engines, collective, inputs, shift, in_place);
     let (ranks, count) = (engines.len(), inputs[0].len());
