@@ -22,7 +22,7 @@ use crate::proxy::{self, Awake, Client, Connection, Direction, Hold, Names, Ring
 use crate::topology::Hosts;
 use crate::transport::net::{self, Listener, Purpose, SlotNote};
 use crate::transport::Limit;
-use once_cell::sync::OnceCell;
+use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -180,7 +180,7 @@ fn pairs<'a>(peers: &'a [u32], channels: &'a std::ops::Range<u32>) -> impl Itera
 pub(super) struct Network {
     hold: Hold,
     /// From the first capture on.
-    awake: OnceCell<Awake>,
+    awake: Mutex<Option<Awake>>,
 }
 
 impl Network {
@@ -199,7 +199,7 @@ impl Network {
         };
         Ok(Network {
             hold: proxy::serve(device, links.connections, client)?,
-            awake: OnceCell::new(),
+            awake: Mutex::default(),
         })
     }
 }
@@ -221,7 +221,7 @@ impl Engine {
     /// The communicator is captured.
     pub(super) fn stay_awake(&self) {
         if let Some(network) = &self.network {
-            network.awake.get_or_init(|| network.hold.keep_awake());
+            network.awake.lock().get_or_insert_with(|| network.hold.keep_awake());
         }
     }
 
@@ -230,6 +230,8 @@ impl Engine {
         /// How often `give_up` is asked.
         const INTERVAL: Duration = Duration::from_millis(100);
         let Some(network) = &self.network else { return Ok(()) };
+        // No replay may be under way any more.
+        drop(network.awake.lock().take());
         loop {
             let deadline = Instant::now() + INTERVAL;
             match network.hold.drain(deadline, cancel) {
