@@ -1,7 +1,10 @@
 //! The program that runs under the sanitizers: 8 ranks as threads, every algorithm and path, on the callers' threads and
-//! on streams, with graphs that outlive their communicators and aborts in mid-operation.
+//! on streams, with graphs that outlive their communicators and aborts in mid-operation; and the proxy over loopback.
 //!
 //! It has no test harness, whose locks the sanitizers do not see, and counts for itself.
+
+#[path = "sanitize/proxy.rs"]
+mod proxy;
 
 use nccl::abi::exports as api;
 use nccl::abi::types::{ncclComm_t, ncclUniqueId};
@@ -159,6 +162,7 @@ fn main() {
     std::env::remove_var("NCCL_ALGO");
     check("graphs that outlive a communicator", (0..4).all(graphs));
     check("aborts in mid-operation", (0..4).all(abort));
+    check("the proxy between two ranks", (0..4).all(proxy::exchange));
     if cfg!(feature = "host-only") {
         std::env::set_var("OSSICLE_DEVICE", "cuda");
         check("a library without device code says so", says_host_only());
