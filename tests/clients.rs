@@ -55,7 +55,9 @@ fn passes_in_threads(program: &Path, ranks: usize, settings: Settings) {
 }
 
 fn passes_in_processes(program: &Path, ranks: usize, settings: Settings) {
-    in_processes(program, ranks, |command, _| drop(command.envs(settings.iter().copied())));
+    in_processes(program, ranks, |command, _| {
+        command.envs(settings.iter().copied());
+    });
 }
 
 /// A process a rank, with a letter for the host that it says it is on. The outputs, in rank order.
