@@ -159,7 +159,7 @@ fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
         return Ok(());
     }
     let asked: Vec<Option<Net>> = ranks.iter().map(|info| info.net).collect();
-    let net = network::between_hosts(&asked)?;
+    let net = network::agree(&asked)?;
     let driven = network::driver(ranks[0].settings.initiated, net);
     let (hosts, driver, reason) = (hosts.count(), driven.driver.name(), driven.reason);
     match (rank, driven.fallen_back) {

@@ -65,7 +65,7 @@ fn check_ib() -> Result<()> {
 }
 
 /// The network between the hosts of a communicator, from what its ranks ask for; an error where it is not built.
-pub(super) fn between_hosts(asked: &[Option<Net>]) -> Result<Net> {
+pub(super) fn agree(asked: &[Option<Net>]) -> Result<Net> {
     match asked.iter().position(|net| *net == Some(Net::Ib)) {
         None => Ok(Net::Socket),
         Some(rank) => Err(Error::usage(format!(
@@ -140,6 +140,13 @@ pub(super) fn driver(asked: Initiated, net: Net) -> Driven {
     }
 }
 
+/// What goes between hosts and who drives it, of a communicator whose ranks have this process's environment.
+pub fn between_hosts() -> Result<String> {
+    let net = agree(&[Net::read()?])?;
+    let Driven { driver, reason, .. } = driver(Initiated::read()?, net);
+    Ok(format!("{}, driven by the {} ({reason})", net.name(), driver.name()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,8 +162,8 @@ mod tests {
 
     #[test]
     fn a_network_that_is_not_built_is_refused_with_the_rank_that_asks_for_it() {
-        assert_eq!(between_hosts(&[None, Some(Net::Socket)]), Ok(Net::Socket));
-        let error = between_hosts(&[None, Some(Net::Ib)]).unwrap_err();
+        assert_eq!(agree(&[None, Some(Net::Socket)]), Ok(Net::Socket));
+        let error = agree(&[None, Some(Net::Ib)]).unwrap_err();
         assert!(error.text.contains("IB on rank 1") && error.text.contains("Socket"), "{error}");
     }
 }
