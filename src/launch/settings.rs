@@ -244,6 +244,31 @@ mod tests {
     use super::*;
 
     #[test]
+    fn between_hosts_a_profile_has_few_channels_and_nothing_of_other_algorithms() {
+        let settings = |cuda, least, most| Settings {
+            allowed: allowed(None, None).unwrap(),
+            cuda,
+            overcommit: false,
+            least_channels: least,
+            most_channels: most,
+            initiated: Initiated::Auto,
+        };
+        for (cuda, least, most, channels) in [
+            (true, None, None, NET_CHANNELS),
+            (true, None, Some(2), 2),
+            (true, Some(8), None, 8),
+            (false, None, None, 1),
+            (false, Some(3), None, 3),
+        ] {
+            let profile = settings(cuda, least, most).profile(4, 2, 32);
+            assert_eq!((profile.hosts, profile.blocks), (2, channels), "{cuda} {least:?} {most:?}");
+            assert_eq!((profile.lines, profile.two_shot_slot_bytes), (0, 0));
+        }
+        assert_eq!(settings(true, None, None).profile(4, 2, 1).blocks, 1, "of a GPU that is nearly full");
+        assert!(settings(true, None, None).profile(4, 1, 32).lines > 0);
+    }
+
+    #[test]
     fn algorithm_lists_follow_nccls_notation() {
         use Algorithm::{OneShot, Ring, TwoShot};
         for (algo, proto, expected) in [
