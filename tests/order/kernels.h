@@ -14,8 +14,18 @@ inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint3
   found("programs.txt lacks a program");
 }
 
-inline Link link_to(Rank& receiver, Rank& sender, uint32_t peer) {
-  return Link{receiver.slots, receiver.tail, sender.head, nullptr, peer, LINK_MEMORY};
+inline Link link_from(World& world, uint32_t sender, uint32_t receiver) {
+  Rank& from = world.rank[sender];
+  Rank& to = world.rank[receiver];
+  if (is_proxied(world, sender)) return Link{from.net_slots, from.net_tail, from.net_head, from.notes, receiver, LINK_PROXY};
+  return Link{to.slots, to.tail, from.head, nullptr, receiver, LINK_MEMORY};
+}
+
+// The same link as its receiver has it.
+inline Link link_to(World& world, uint32_t sender, uint32_t receiver) {
+  Rank& to = world.rank[receiver];
+  if (is_proxied(world, sender)) return Link{to.slots, to.tail, to.net_drained, nullptr, sender, LINK_PROXY};
+  return Link{to.slots, to.tail, world.rank[sender].head, nullptr, sender, LINK_MEMORY};
 }
 
 inline void prepare_program(World& world, uint32_t rank, const Op& op) {
@@ -36,8 +46,8 @@ inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   work.ranks = world.ranks;
   work.chunks = plan.chunks;
   work.steps = static_cast<uint32_t>(plan.steps.size());
-  work.send[0] = link_to(world.rank[plan.send], me, plan.send);
-  work.recv[0] = link_to(me, world.rank[plan.recv], plan.recv);
+  work.send[0] = link_from(world, rank, plan.send);
+  work.recv[0] = link_to(world, plan.recv, rank);
   std::copy(plan.steps.begin(), plan.steps.end(), work.step);
 }
 
