@@ -63,13 +63,17 @@ impl Driven {
         self.step().map_err(|cause| self.end(cause))
     }
 
-    /// Tells the receiver that nothing follows; whether that is done. A receiver that is gone needs no farewell: it had
-    /// what it waited for, or its death is told by others.
-    pub(super) fn say_farewell(&mut self) -> bool {
-        if self.machine.direction() == Direction::Send && self.is_live() && self.transfer.say_farewell() != Ok(false) {
-            self.ended = Some(Ended::Farewell);
+    /// Tells the receiver that nothing follows; whether it is told.
+    pub(super) fn say_farewell(&mut self) -> std::result::Result<bool, Fault> {
+        if !self.is_live() || self.machine.direction() == Direction::Receive {
+            return Ok(true);
         }
-        self.machine.direction() == Direction::Receive || !self.is_live()
+        match self.transfer.say_farewell() {
+            Ok(true) => self.ended = Some(Ended::Farewell),
+            Ok(false) => {}
+            Err(cause) => return Err(self.end(cause)),
+        }
+        Ok(!self.is_live())
     }
 
     pub(super) fn end(&mut self, cause: Error) -> Fault {

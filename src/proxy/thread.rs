@@ -179,7 +179,10 @@ impl Served {
     fn finish(&mut self) {
         let mut told = true;
         for connection in &mut self.connections {
-            told &= connection.say_farewell();
+            match connection.say_farewell() {
+                Ok(done) => told &= done,
+                Err(fault) => tell(&self.client, &mut self.fault, fault),
+            }
         }
         if let Some(reply) = self.drain.take_if(|_| told) {
             // Whoever asked may have given up.

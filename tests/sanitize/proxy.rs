@@ -139,7 +139,9 @@ fn operation(rank: &Rank, begin: u64, count: u64) -> bool {
                     .store(position + 1, Ordering::Release);
             }
             let position = came[channel];
-            if receive.word(GEOMETRY.tails(), channel).load(Ordering::Acquire) > position {
+            let tail = receive.word(GEOMETRY.tails(), channel).load(Ordering::Acquire);
+            // The peer may be an operation ahead.
+            if position < begin + count && tail > position {
                 // SAFETY: inside the memory; the proxy leaves a slot alone that the tail has passed and the head has not.
                 let (value, note) = unsafe {
                     let value = receive.slot(channel, position).cast::<u64>().read();
