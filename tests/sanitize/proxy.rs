@@ -96,7 +96,10 @@ fn join(rank: u32, listener: Listener, peer: Name) -> Rank {
     let (asked, told) = (outstanding.clone(), faulted.clone());
     let client = Client {
         outstanding: Box::new(move || asked.load(Ordering::Acquire)),
-        fault: Box::new(move |_| told.store(true, Ordering::Release)),
+        fault: Box::new(move |fault| {
+            println!("{}", fault.error());
+            told.store(true, Ordering::Release);
+        }),
     };
     let hold = serve(&device, connections, client).expect("a hold");
     Rank {
@@ -136,7 +139,9 @@ fn operation(rank: &Rank, begin: u64, count: u64) -> bool {
                     .store(position + 1, Ordering::Release);
             }
             let position = came[channel];
-            if receive.word(GEOMETRY.tails(), channel).load(Ordering::Acquire) > position {
+            let tail = receive.word(GEOMETRY.tails(), channel).load(Ordering::Acquire);
+            // The peer may be an operation ahead.
+            if position < begin + count && tail > position {
                 // SAFETY: inside the memory; the proxy leaves a slot alone that the tail has passed and the head has not.
                 let (value, note) = unsafe {
                     let value = receive.slot(channel, position).cast::<u64>().read();
@@ -174,7 +179,11 @@ pub fn exchange(seed: u64) -> bool {
                 begin += count + seed;
             }
             let drained = rank.hold.drain(Instant::now() + TIMEOUT, &Cancel::default());
-            right && drained.is_ok() && !rank.faulted.load(Ordering::Acquire)
+            let faulted = rank.faulted.load(Ordering::Acquire);
+            if !right || faulted || drained.is_err() {
+                println!("right: {right}, faulted: {faulted}, drained: {drained:?}");
+            }
+            right && !faulted && drained.is_ok()
         })
     };
     let threads: Vec<_> = listeners.into_iter().enumerate().map(body).collect();
