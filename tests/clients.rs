@@ -189,10 +189,7 @@ fn bad_settings_are_refused_by_name() {
             &[("NCCL_NET", "carrier pigeon")],
             &["NCCL_NET is \"carrier pigeon\"", "IB, Socket, HCA"],
         ),
-        (
-            &[("NCCL_NET", "HCA")],
-            &["NCCL_NET is HCA", "not built yet", "Socket"],
-        ),
+        (&[("NCCL_NET", "HCA")], &["NCCL_NET is HCA", "not built yet", "Socket"]),
         (
             &[("NCCL_NET", "IB"), ("NCCL_IB_DISABLE", "1")],
             &["NCCL_NET is IB", "NCCL_IB_DISABLE is 1"],
@@ -250,7 +247,11 @@ fn processes_on_several_hosts_reduce_exactly() {
 fn processes_on_several_hosts_gather_and_broadcast_exactly() {
     let program = client("moves", "moves_on_hosts");
     passes_on_hosts(&program, "ab", &[]);
-    passes_on_hosts(&program, "aba", &[("NCCL_MAX_NCHANNELS", "2"), ("NCCL_MIN_NCHANNELS", "2")]);
+    passes_on_hosts(
+        &program,
+        "aba",
+        &[("NCCL_MAX_NCHANNELS", "2"), ("NCCL_MIN_NCHANNELS", "2")],
+    );
 }
 
 /// Who drives the network is said by rank 0, once, and at WARN where the switch asks for something else.

@@ -91,7 +91,10 @@ fn ranks_are_spread_over_faked_hosts() {
     let report = report(&format!("{flags} --json"));
     assert_eq!((&report["hosts"], &report["processes"]), (&2.into(), &2.into()));
     let network = "TCP sockets, driven by the CPU proxy";
-    assert!(report["network"].as_str().is_some_and(|said| said.starts_with(network)), "{report}");
+    assert!(
+        report["network"].as_str().is_some_and(|said| said.starts_with(network)),
+        "{report}"
+    );
     assert_eq!(report["wrong"], 0);
     let output = run(flags);
     let table = text(&output.stdout);

@@ -164,7 +164,11 @@ fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
     let (hosts, driver, reason) = (hosts.count(), driven.driver.name(), driven.reason);
     match (rank, driven.fallen_back) {
         (0, true) => warning!("{hosts} hosts over {}: {driver} ({reason})", net.name()),
-        _ => info!(Net, "rank {rank}: {hosts} hosts over {}: {driver} ({reason})", net.name()),
+        _ => info!(
+            Net,
+            "rank {rank}: {hosts} hosts over {}: {driver} ({reason})",
+            net.name()
+        ),
     }
     Ok(())
 }
@@ -336,7 +340,10 @@ fn set_up(control: &Memory, inboxes: &[Option<Arc<PeerInbox>>]) -> Result<bool> 
 pub(super) fn geometry(profile: &Profile, ring: &Ring, neighbours: &[u32]) -> Geometry {
     let programs = &ring.all_reduce;
     debug_assert!(programs.iter().all(|program| program.slots_needed <= profile.slots));
-    let most = programs.iter().map(|program| program.sends.len().max(program.recvs.len())).max();
+    let most = programs
+        .iter()
+        .map(|program| program.sends.len().max(program.recvs.len()))
+        .max();
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,

@@ -42,7 +42,13 @@ pub(super) struct Crossings {
 
 impl Crossings {
     pub(super) fn of(rank: u32, program: &Program, hosts: &Hosts) -> Crossings {
-        let elsewhere = |peers: &[u32]| peers.iter().copied().filter(|peer| !hosts.together(rank, *peer)).collect();
+        let elsewhere = |peers: &[u32]| {
+            peers
+                .iter()
+                .copied()
+                .filter(|peer| !hosts.together(rank, *peer))
+                .collect()
+        };
         Crossings {
             rank,
             sends: elsewhere(&program.sends),
@@ -113,7 +119,9 @@ impl NetLinks {
         };
         let expects: Vec<Purpose> = pairs(&crossings.recvs, &channels).map(expect).collect();
         let regions = crossings.sends.len() + crossings.recvs.len();
-        let memory = device.clone().allocate(regions * region_bytes(geometry), Placement::Pinned)?;
+        let memory = device
+            .clone()
+            .allocate(regions * region_bytes(geometry), Placement::Pinned)?;
         let mut links = NetLinks {
             crossings,
             geometry,

@@ -153,10 +153,22 @@ mod tests {
 
     #[test]
     fn the_switch_falls_back_with_a_reason_that_names_it() {
-        for (asked, fallen_back) in [(Initiated::Cpu, false), (Initiated::Auto, false), (Initiated::Gpu, true)] {
+        for (asked, fallen_back) in [
+            (Initiated::Cpu, false),
+            (Initiated::Auto, false),
+            (Initiated::Gpu, true),
+        ] {
             let driven = driver(asked, Net::Socket);
-            assert_eq!((driven.driver, driven.fallen_back), (Driver::Proxy, fallen_back), "{asked:?}");
-            assert_eq!(driven.reason.contains("NCCL_GPU_INITIATED is 1"), fallen_back, "{asked:?}");
+            assert_eq!(
+                (driven.driver, driven.fallen_back),
+                (Driver::Proxy, fallen_back),
+                "{asked:?}"
+            );
+            assert_eq!(
+                driven.reason.contains("NCCL_GPU_INITIATED is 1"),
+                fallen_back,
+                "{asked:?}"
+            );
         }
     }
 
@@ -164,6 +176,9 @@ mod tests {
     fn a_network_that_is_not_built_is_refused_with_the_rank_that_asks_for_it() {
         assert_eq!(agree(&[None, Some(Net::Socket)]), Ok(Net::Socket));
         let error = agree(&[None, Some(Net::Ib)]).unwrap_err();
-        assert!(error.text.contains("IB on rank 1") && error.text.contains("Socket"), "{error}");
+        assert!(
+            error.text.contains("IB on rank 1") && error.text.contains("Socket"),
+            "{error}"
+        );
     }
 }

@@ -1,7 +1,8 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Control, Link, LinkKind, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS, NO_ROOT,
+    Control, Link, LinkKind, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS,
+    NO_ROOT,
 };
 use super::net_links::NetLinks;
 use crate::error::{Error, Result};

@@ -90,7 +90,11 @@ fn large(profile: &Profile, allows_one_shot: bool) -> &'static str {
 /// The other algorithms need memory that all ranks reach.
 fn between_hosts(profile: &Profile, what: &str, allowed: &[Algorithm], bytes: u64) -> Result<Choice> {
     if allowed.contains(&Algorithm::Ring) {
-        return Ok(ring(profile, bytes, "several hosts: a ring crosses the network once a host"));
+        return Ok(ring(
+            profile,
+            bytes,
+            "several hosts: a ring crosses the network once a host",
+        ));
     }
     let named: Vec<&str> = allowed.iter().map(|algorithm| algorithm.name()).collect();
     Err(Error::usage(format!(
@@ -288,7 +292,10 @@ mod tests {
             ];
             for refused in refusals {
                 assert!(refused.text.contains(algorithm.name()), "{refused}");
-                assert!(refused.text.contains("2 hosts") && refused.text.contains("allow Ring"), "{refused}");
+                assert!(
+                    refused.text.contains("2 hosts") && refused.text.contains("allow Ring"),
+                    "{refused}"
+                );
             }
         }
     }

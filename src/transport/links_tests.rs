@@ -323,14 +323,21 @@ fn a_host_tries_its_next_path_while_another_is_done() {
     let paths: Vec<Path> = links.iter().map(|links| links.path).collect();
     let ipc = Path::P2pShared(Sharing::Ipc);
     assert_eq!(paths, [Path::P2p, ipc, ipc]);
-    assert!(links[2].reason.contains("P2P (VMM handles) failed: rank 2"), "{}", links[2].reason);
+    assert!(
+        links[2].reason.contains("P2P (VMM handles) failed: rank 2"),
+        "{}",
+        links[2].reason
+    );
     drop(links);
     pair.assert_nothing_left();
     // One that has none left ends all, and they say why.
     pair.fail(0, c"cuIpcGetMemHandle");
     for outcome in linked_until(&ranks, &Hosts::group(&hosts), false, None) {
         let error = outcome.err().unwrap();
-        assert!(error.text.contains("rank 1") && error.text.contains("cuIpcGetMemHandle"), "{error}");
+        assert!(
+            error.text.contains("rank 1") && error.text.contains("cuIpcGetMemHandle"),
+            "{error}"
+        );
     }
     pair.assert_nothing_left();
 }

@@ -41,7 +41,10 @@ pub(crate) fn forced() {
         for word in ["NCCL_ALGO", "OneShot and TwoShot", "2 hosts", "allow Ring"] {
             assert!(error.text.contains(word), "{word}: {error}");
         }
-        assert!(comm::async_error(comm.raw()).unwrap().is_ok(), "a refused call is not a failure");
+        assert!(
+            comm::async_error(comm.raw()).unwrap().is_ok(),
+            "a refused call is not a failure"
+        );
     }
     comms.into_iter().for_each(|comm| comm.destroy().unwrap());
 }

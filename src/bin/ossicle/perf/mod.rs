@@ -144,12 +144,7 @@ fn choose_driver(driver: Driver) -> String {
     format!("{SWITCH}={}, for --driver", driver.switch())
 }
 
-fn empty_report(
-    options: &Options,
-    device: DeviceKind,
-    nccl_version: i32,
-    environment: Vec<String>,
-) -> Result<Report> {
+fn empty_report(options: &Options, device: DeviceKind, nccl_version: i32, environment: Vec<String>) -> Result<Report> {
     let between_hosts = || nccl::launch::between_hosts();
     Ok(Report {
         program: format!("ossicle {}", env!("CARGO_PKG_VERSION")),

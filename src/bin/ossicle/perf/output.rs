@@ -52,7 +52,12 @@ impl Output {
             ),
         ];
         let hosts = report.hosts;
-        lines.extend(report.network.iter().map(|network| format!("# {hosts} faked hosts over {network}")));
+        lines.extend(
+            report
+                .network
+                .iter()
+                .map(|network| format!("# {hosts} faked hosts over {network}")),
+        );
         lines.extend(
             report
                 .environment
