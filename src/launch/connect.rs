@@ -17,7 +17,7 @@ use crate::plan::{self, Profile};
 use crate::proxy::RingGeometry;
 use crate::topology::host::HostIdentity;
 use crate::topology::Hosts;
-use crate::transport::net::Listener;
+use crate::transport::net::{self, Listener};
 use crate::transport::{Geometry, Limit, Linking, PeerInbox, Reach, TwoShotGeometry};
 use crate::warning;
 use serde::{Deserialize, Serialize};
@@ -173,6 +173,26 @@ fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
     Ok(())
 }
 
+/// Connects a rank with its neighbours on other hosts. Collective over `agree`, a gather, where there are several hosts:
+/// whoever waits in vain for a rank that failed learns the cause there.
+fn cross(
+    device: &Arc<dyn Device>,
+    crossings: Crossings,
+    profile: &Profile,
+    listener: Option<Listener>,
+    names: &[Option<net::Name>],
+    limit: &Limit,
+    agree: &dyn Fn(Result<Vec<u8>>) -> Result<Vec<Vec<u8>>>,
+) -> Result<Option<NetLinks>> {
+    if profile.hosts == 1 {
+        return Ok(None);
+    }
+    let establish = |listener| NetLinks::establish(device, crossings, net_geometry(profile), listener, names, limit);
+    let links = listener.map(establish).transpose();
+    let all = agree(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
+    links.and_then(|links| all.map(|_| links))
+}
+
 impl Engine {
     /// Collective over the session: allocates this rank's inbox, exchanges it, links to all peers. `payloads` are what
     /// `introduction` gave on each rank, in rank order.
@@ -225,11 +245,10 @@ impl Engine {
             links.reason
         );
         let inboxes: Vec<Arc<PeerInbox>> = links.inboxes.iter().flatten().cloned().collect();
-        let net = listener.map(|listener| {
-            NetLinks::establish(&device, crossings, net_geometry(&profile), listener, &links.net, &limit)
-        });
+        let agree = |own| session.all_gather(own, timeout, cancel);
+        let net = cross(&device, crossings, &profile, listener, &links.net, &limit, &agree);
         let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
-        let assembled = net.transpose().and_then(|net| {
+        let assembled = net.and_then(|net| {
             assemble(Parts {
                 device: device.clone(),
                 rank,
