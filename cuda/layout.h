@@ -18,6 +18,9 @@ constexpr uint32_t NO_ROOT = ~0u;
 enum Stop : uint64_t { STOP_NONE = 0, STOP_ABORT = 1, STOP_PEER_LOST = 2 };
 constexpr uint32_t STOP_FROM_SHIFT = 2;
 
+// What a report says of a peer whose started word is out of reach.
+constexpr uint64_t STARTED_UNKNOWN = ~0ull;
+
 enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1 };
 
 // What a wait that passed its clock bound reports. `sequence` is published last: ordinal + 1 of the reporting operation.
@@ -42,7 +45,8 @@ struct alignas(128) Control {
   // Launches whose last block has left, whether it finished or was stopped; written by kernels.
   uint64_t left;
   FaultRecord fault;
-  // By rank: its started word, see enter. Read only for a report, since it costs a load from host memory.
+  // By rank: its started word, see enter, or null where it lies on another host. Read only for a report, since it costs
+  // a load from host memory.
   const uint64_t* started[MAX_RANKS];
   // Of zero copy, written by kernels: ordinal + 1 of the last operation that may have touched what peers lend, and of the
   // last that was stopped and touches that no more.
@@ -65,15 +69,29 @@ struct State {
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far
 };
 
-// One direction of a link to one peer, channel 0; a channel's slots and flags lie `slot_bytes * slots` and FLAG_STRIDE
-// further on.
+// What a link's other end is: the peer's kernel, or the CPU proxy, which moves slots over the network.
+enum LinkKind : uint32_t { LINK_MEMORY = 0, LINK_PROXY = 1 };
+
+// What a filled slot holds, for who cannot know it from a plan: the proxy, and the proxy at the other end.
+struct SlotNote {
+  uint32_t bytes;
+  uint32_t step;
+  uint64_t ordinal;
+};
+
+// One direction of a link to one peer, channel 0; a channel's slots, flags and notes lie `slot_bytes * slots`, FLAG_STRIDE
+// and `slots`, rounded up to NOTE_LINE, further on.
 struct Link {
   uint8_t* slots;
-  uint64_t* tail;  // slots filled; written by the sender, lies with the slots at the receiver
-  uint64_t* head;  // slots drained; written by the receiver, lies at the sender
+  uint64_t* tail;   // slots filled; written by the sender, lies with the slots at the receiver
+  uint64_t* head;   // slots drained; written by the receiver, lies at the sender
+  SlotNote* notes;  // of LINK_PROXY, by slot; written by the sender before the tail passes the slot
   uint32_t peer;
-  uint32_t pad;
+  uint32_t kind;    // LinkKind
 };
+
+// Notes of different channels stand in different 128-byte lines: a channel's are rounded up to so many.
+constexpr uint32_t NOTE_LINE = 8;
 
 // Flags of different channels stand in different 128-byte lines.
 constexpr uint32_t FLAG_STRIDE = 16;  // in uint64_t
@@ -102,10 +120,13 @@ struct ProgramWork {
   Control* control;
   uint64_t* started;
   uint64_t slot_bytes;
+  // Of an all-gather, whose steps name a rank as their chunk: elements from one rank's block of the output to the next.
+  // Else 0: a step's chunk is a part of the iteration.
+  uint64_t stride;
   uint32_t slots;
   uint32_t channels;
   uint32_t ranks;
-  uint32_t chunks;  // chunks of one iteration
+  uint32_t chunks;  // parts of one iteration
   uint32_t steps;
   uint32_t pad;
   Link send[MAX_LINKS];
@@ -171,8 +192,8 @@ struct TwoShotWork {
 static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
 static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, borrowing) == 208, "Control");
 static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
-static_assert(sizeof(Link) == 32 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link, Step, Line");
-static_assert(sizeof(ProgramWork) == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4, "ProgramWork");
+static_assert(sizeof(Link) == 40 && sizeof(SlotNote) == 16 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link and its parts");
+static_assert(sizeof(ProgramWork) == 88 + 2 * MAX_LINKS * 40 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");
 static_assert(sizeof(TwoShotWork) == 112 + 2 * MAX_RANKS * 8, "TwoShotWork");
 

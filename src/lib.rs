@@ -6,9 +6,10 @@
 //! abi        C arguments -> checked values          request   one operation, validated
 //! group      when: nesting, batching, jobs          plan      how: algorithm, channels, steps (pure)
 //! launch     where on the stream: kernel arguments  device    CUDA or host: memory, streams, launch
-//! transport  the links that a plan's steps use      comm      communicators: life, errors, abort
-//! bootstrap  how ranks find and trust each other    topology  which host and device a rank is on
-//! observe    log, last error                        sys       the only tables of dlopened functions
+//! proxy      moves slots between hosts, on the CPU  transport the links that a plan's steps use
+//! bootstrap  how ranks find and trust each other    comm      communicators: life, errors, abort
+//! topology   which host and device a rank is on     observe   log, last error
+//! sys        the only tables of dlopened functions
 //! ```
 
 pub mod abi;
@@ -21,6 +22,7 @@ pub mod group;
 pub mod launch;
 pub mod observe;
 pub mod plan;
+pub mod proxy;
 pub mod request;
 pub mod sys;
 pub mod topology;

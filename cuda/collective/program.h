@@ -2,7 +2,7 @@
 //
 // A channel owns one contiguous part of the data and walks it in iterations; a chunk fills at most one slot. Every rank
 // cuts the data alike, from count, channels and slot size alone. Thread 0 waits for a step's slots, the block moves the
-// chunk, thread 0 publishes.
+// chunk, thread 0 publishes. A move is a program of bytes that reduces nothing.
 #pragma once
 #include "../core/element.h"
 #include "../protocol/slots.h"
@@ -87,6 +87,11 @@ OSSICLE_DEVICE void move_chunk(const Block& block, const Operands<T>& o, uint64_
   move_elements<T, Op, RECV, LOAD>(block, o, moved, count, op, finish);
 }
 
+// Where a step's elements lie, by their numbers, and how many there are.
+struct Place {
+  uint64_t input, output, count;
+};
+
 // What a channel carries through its program.
 template <typename T, typename Op> struct Channel {
   const ProgramWork& work;
@@ -94,8 +99,7 @@ template <typename T, typename Op> struct Channel {
   uint32_t index;
   bool aligned;
 
-  // The chunk begins at element `at` of the input and of the output.
-  OSSICLE_DEVICE bool step(const Block& block, uint32_t number, uint64_t at, uint64_t count) const {
+  OSSICLE_DEVICE bool step(const Block& block, uint32_t number, const Place& place) const {
     const Step& step = work.step[number];
     const bool recv = step.flags & STEP_RECV, load = step.flags & STEP_LOAD;
     const bool send = step.flags & STEP_SEND, store = step.flags & STEP_STORE;
@@ -107,13 +111,13 @@ template <typename T, typename Op> struct Channel {
       ok = (!recv || from.wait_filled(work, index, number)) && (!send || to.wait_free(work, index, number));
     }
     if (!barrier_and<Site::PROGRAM_READY>(block, ok)) return false;
-    const Operands<T> operands{reinterpret_cast<const T*>(from.slot()), static_cast<const T*>(work.input) + at,
+    const Operands<T> operands{reinterpret_cast<const T*>(from.slot()), static_cast<const T*>(work.input) + place.input,
                                send ? reinterpret_cast<T*>(to.slot()) : nullptr,
-                               store ? static_cast<T*>(work.output) + at : nullptr};
+                               store ? static_cast<T*>(work.output) + place.output : nullptr};
     const bool finish = step.flags & STEP_FINISH;
-    if (recv && load) move_chunk<T, Op, true, true>(block, operands, count, op, finish, aligned);
-    else if (recv) move_chunk<T, Op, true, false>(block, operands, count, op, finish, aligned);
-    else move_chunk<T, Op, false, true>(block, operands, count, op, finish, aligned);
+    if (recv && load) move_chunk<T, Op, true, true>(block, operands, place.count, op, finish, aligned);
+    else if (recv) move_chunk<T, Op, true, false>(block, operands, place.count, op, finish, aligned);
+    else move_chunk<T, Op, false, true>(block, operands, place.count, op, finish, aligned);
     barrier<Site::PROGRAM_MOVED>(block);
     if (block.thread == 0) {
       if (recv) {
@@ -121,6 +125,10 @@ template <typename T, typename Op> struct Channel {
         publish<Site::PROGRAM_HEAD>(from.head, from.position + 1);
       }
       if (send) {
+        const Link& link = work.send[step.send];
+        if (link.kind == LINK_PROXY) {
+          to.note(link, index, SlotNote{static_cast<uint32_t>(place.count * sizeof(T)), number, state->ordinal});
+        }
         state->sent[step.send][index] = to.position + 1;
         publish<Site::PROGRAM_TAIL>(to.tail, to.position + 1);
       }
@@ -135,8 +143,8 @@ template <typename T, template <typename> class OpOf>
 OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
   constexpr uint64_t N = PACK_BYTES / sizeof(T);
   enter(block, work.state, work.started);
-  const bool aligned =
-      (reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output)) % PACK_BYTES == 0;
+  const uintptr_t buffers = reinterpret_cast<uintptr_t>(work.input) | reinterpret_cast<uintptr_t>(work.output);
+  const bool aligned = (buffers | work.stride * sizeof(T)) % PACK_BYTES == 0;
   const Channel<T, OpOf<T>> channel{work, OpOf<T>(work.ranks), block.index, aligned};
   const uint64_t part = ceil_div(ceil_div(work.count, work.channels), N) * N;
   const uint64_t begin = min_of(part * block.index, work.count);
@@ -146,8 +154,9 @@ OSSICLE_DEVICE void program(const Block& block, const ProgramWork& work) {
   for (uint64_t at = begin; ok && at < end;) {
     const uint64_t chunk = min_of(slot_elements, ceil_div(ceil_div(end - at, work.chunks), N) * N);
     for (uint32_t s = 0; ok && s < work.steps; ++s) {
-      const uint64_t offset = min_of(at + chunk * work.step[s].chunk, end);
-      ok = channel.step(block, s, offset, min_of(chunk, end - offset));
+      const uint32_t named = work.step[s].chunk;
+      const uint64_t first = work.stride ? at : min_of(at + chunk * named, end);
+      ok = channel.step(block, s, Place{first, first + work.stride * named, min_of(chunk, end - first)});
     }
     at += chunk * work.chunks;
   }

@@ -122,7 +122,8 @@ struct Wait {
     FaultRecord& fault = control->fault;
     slot_store(&fault.ordinal, ordinal);
     slot_store(&fault.waited_ns, waited_ns);
-    slot_store(&fault.peer_started, load_word(control->started[peer]));
+    const uint64_t* started = control->started[peer];
+    slot_store(&fault.peer_started, started ? load_word(started) : STARTED_UNKNOWN);
     slot_store(&fault.cause, static_cast<uint32_t>(FAULT_LATE));
     slot_store(&fault.peer, peer);
     slot_store(&fault.channel, channel);

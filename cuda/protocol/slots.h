@@ -7,6 +7,8 @@
 //                                   <------   publish head = position + 1
 //
 // Each side polls a counter that lies in its own memory. Positions count up for ever (64 bits), across launches.
+// To another host the CPU proxy is the receiver, or the sender, of a ring in host memory of this rank (src/proxy/). It
+// has no plan: what a slot holds the sender says in a note beside it.
 #pragma once
 #include "../core/wait.h"
 
@@ -33,6 +35,12 @@ struct SlotRing {
   }
 
   OSSICLE_DEVICE uint8_t* slot() const { return slots + position % count * slot_bytes; }
+
+  // Sender to a proxy: says what the slot holds, before it is published. One thread.
+  OSSICLE_DEVICE void note(const Link& link, uint32_t channel, const SlotNote& note) const {
+    const uint32_t stride = (count + NOTE_LINE - 1) / NOTE_LINE * NOTE_LINE;
+    slot_store(link.notes + channel * stride + position % count, note);
+  }
 
   // Sender: waits until the next slot is free. One thread.
   OSSICLE_DEVICE bool wait_free(const ProgramWork& work, uint32_t channel, uint32_t step) const {

@@ -35,6 +35,9 @@ pub struct Config {
     pub net_name: Option<String>,
     /// A name for the log.
     pub comm_name: Option<String>,
+    /// Fakes the rank's host as `NCCL_HOSTID` does. For callers in Rust whose ranks are threads: the struct has no such
+    /// field.
+    pub host_id: Option<String>,
 }
 
 impl Default for Config {
@@ -45,6 +48,7 @@ impl Default for Config {
             max_ctas: None,
             net_name: None,
             comm_name: None,
+            host_id: None,
         }
     }
 }
@@ -284,6 +288,7 @@ impl Config {
             max_ctas: channels(max),
             net_name,
             comm_name,
+            host_id: None,
         })
     }
 

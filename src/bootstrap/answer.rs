@@ -21,19 +21,19 @@ enum State<T> {
 }
 
 /// The side that answers; dropping it without an answer tells the other side that there will be none.
-pub(super) struct Reply<T>(Arc<Shared<T>>);
+pub(crate) struct Reply<T>(Arc<Shared<T>>);
 
 /// The side that waits.
-pub(super) struct Answer<T>(Arc<Shared<T>>);
+pub(crate) struct Answer<T>(Arc<Shared<T>>);
 
 /// Why there is no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum NoAnswer {
+pub(crate) enum NoAnswer {
     Late,
     Gone,
 }
 
-pub(super) fn pair<T>() -> (Reply<T>, Answer<T>) {
+pub(crate) fn pair<T>() -> (Reply<T>, Answer<T>) {
     let shared = Arc::new(Shared {
         state: Mutex::new(State::Waiting),
         changed: Condvar::default(),
@@ -43,7 +43,7 @@ pub(super) fn pair<T>() -> (Reply<T>, Answer<T>) {
 
 impl<T> Reply<T> {
     /// Gives the value back if nobody waits for it any more.
-    pub(super) fn send(self, value: T) -> Result<(), T> {
+    pub(crate) fn send(self, value: T) -> Result<(), T> {
         let mut state = self.0.state.lock();
         if matches!(*state, State::Gone) {
             return Err(value);
@@ -65,7 +65,7 @@ impl<T> Drop for Reply<T> {
 }
 
 impl<T> Answer<T> {
-    pub(super) fn wait(&self, timeout: Duration) -> Result<T, NoAnswer> {
+    pub(crate) fn wait(&self, timeout: Duration) -> Result<T, NoAnswer> {
         let deadline = Instant::now() + timeout;
         let mut state = self.0.state.lock();
         loop {

@@ -15,8 +15,8 @@ use hmac::digest::KeyInit;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-pub(super) type Secret = [u8; 32];
-pub(super) type Nonce = [u8; 32];
+pub(crate) type Secret = [u8; 32];
+pub(crate) type Nonce = [u8; 32];
 
 /// Version of everything that follows on the connection stands in the last byte.
 const MAGIC: [u8; 8] = *b"OSSICLE\x01";
@@ -28,20 +28,22 @@ const NO: u8 = 2;
 
 /// What a caller asks for; it is part of the proof, so that a connection to one is no connection to the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) enum Role {
+pub(crate) enum Role {
     Rendezvous = 1,
     Star = 2,
+    /// A connection that carries the data of a link (`transport::net`).
+    Net = 3,
 }
 
-/// Which secret a connection is about: an id's rendezvous, or a session's star.
+/// Which secret a connection is about: an id's rendezvous, a session's star, one channel of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) struct DoorKey {
-    pub(super) role: Role,
-    pub(super) number: u64,
+pub(crate) struct DoorKey {
+    pub(crate) role: Role,
+    pub(crate) number: u64,
 }
 
 /// A secret for another purpose, derived from one that was agreed.
-pub(super) fn derive(secret: &Secret, purpose: &str, salt: &[u8]) -> Secret {
+pub(crate) fn derive(secret: &Secret, purpose: &str, salt: &[u8]) -> Secret {
     mac(secret, &[purpose.as_bytes(), &[0], salt])
         .finalize()
         .into_bytes()
@@ -84,7 +86,7 @@ impl Transcript {
 
 /// Why a caller did not get in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(crate) enum Refusal {
     /// The other side is a bootstrap of this library and does not know the key.
     UnknownKey,
     /// The secrets differ.
@@ -94,7 +96,7 @@ pub(super) enum Refusal {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum CallerStep {
+pub(crate) enum CallerStep {
     Wait,
     Send(Vec<u8>),
     Ready,
@@ -102,7 +104,7 @@ pub(super) enum CallerStep {
 }
 
 /// The side that connected.
-pub(super) struct Caller {
+pub(crate) struct Caller {
     key: DoorKey,
     secret: Secret,
     nonce: Nonce,
@@ -110,7 +112,7 @@ pub(super) struct Caller {
 }
 
 impl Caller {
-    pub(super) fn new(key: DoorKey, secret: Secret, nonce: Nonce) -> Caller {
+    pub(crate) fn new(key: DoorKey, secret: Secret, nonce: Nonce) -> Caller {
         Caller {
             key,
             secret,
@@ -119,7 +121,7 @@ impl Caller {
         }
     }
 
-    pub(super) fn hello(&self) -> Vec<u8> {
+    pub(crate) fn hello(&self) -> Vec<u8> {
         let mut hello = Vec::with_capacity(HELLO_BYTES);
         hello.extend_from_slice(&MAGIC);
         hello.extend_from_slice(&[self.key.role as u8, 0, 0, 0, 0, 0, 0, 0]);
@@ -128,7 +130,7 @@ impl Caller {
         hello
     }
 
-    pub(super) fn handle(&mut self, inbox: &mut Inbox) -> CallerStep {
+    pub(crate) fn handle(&mut self, inbox: &mut Inbox) -> CallerStep {
         let refusal = if self.transcript.is_some() {
             Refusal::Denied
         } else {
@@ -160,7 +162,7 @@ impl Caller {
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum DoorStep {
+pub(crate) enum DoorStep {
     Wait,
     Send(Vec<u8>),
     /// Proved; the verdict is to be sent.
@@ -171,16 +173,16 @@ pub(super) enum DoorStep {
 
 /// The side that accepted the connection.
 #[derive(Default)]
-pub(super) struct Doorman {
+pub(crate) struct Doorman {
     admitted: Option<(Transcript, Secret)>,
 }
 
 impl Doorman {
     /// The most bytes that are worth reading from a stranger at once.
-    pub(super) const READ_BYTES: usize = HELLO_BYTES;
+    pub(crate) const READ_BYTES: usize = HELLO_BYTES;
 
     /// `secret_of` knows the doors; `nonce` must be fresh for every connection.
-    pub(super) fn handle(
+    pub(crate) fn handle(
         &mut self,
         inbox: &mut Inbox,
         nonce: Nonce,
@@ -217,6 +219,7 @@ impl Doorman {
         let role = match hello[8..16] {
             [1, 0, 0, 0, 0, 0, 0, 0] => Role::Rendezvous,
             [2, 0, 0, 0, 0, 0, 0, 0] => Role::Star,
+            [3, 0, 0, 0, 0, 0, 0, 0] => Role::Net,
             _ => return DoorStep::Reject("it asks for an unknown role", Vec::new()),
         };
         let mut number = [0; 8];
@@ -347,7 +350,7 @@ mod tests {
     fn strangers_are_told_apart_by_their_first_bytes() {
         let hello = Caller::new(KEY, [9; 32], [1; 32]).hello();
         let mut wrong_role = hello.clone();
-        wrong_role[8] = 3;
+        wrong_role[8] = 4;
         for (bytes, waits) in [
             (&b""[..], true),
             (b"O", true),

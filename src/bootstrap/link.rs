@@ -19,7 +19,7 @@ const BACKLOG: i32 = 4096;
 const READ_BYTES: usize = 16 << 10;
 
 /// What the error is, with the limit behind it where one is known.
-pub(super) fn describe(errno: Errno) -> String {
+pub(crate) fn describe(errno: Errno) -> String {
     let text = std::io::Error::from(errno).to_string();
     match errno {
         Errno::MFILE => match getrlimit(Resource::Nofile).current {
@@ -33,7 +33,7 @@ pub(super) fn describe(errno: Errno) -> String {
 
 /// Does what needs a descriptor; at the limit of open files the soft limit is raised to the hard one once. (NCCL's
 /// root raises it always.)
-pub(super) fn with_descriptors<T>(mut make: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+pub(crate) fn with_descriptors<T>(mut make: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     match make() {
         Err(Errno::MFILE) if raise_file_limit() => make(),
         made => made,
@@ -65,11 +65,11 @@ fn socket(address: SocketAddr) -> Result<Descriptor, Errno> {
     })?)
 }
 
-pub(super) struct Listener(Descriptor);
+pub(crate) struct Listener(Descriptor);
 
 impl Listener {
     /// Listens at `address`, whose port may be 0; also the address with its port.
-    pub(super) fn open(address: SocketAddr) -> Result<(Listener, SocketAddr), Errno> {
+    pub(crate) fn open(address: SocketAddr) -> Result<(Listener, SocketAddr), Errno> {
         let fd = socket(address)?;
         // Connections of a previous init at the same NCCL_COMM_ID may linger in TIME_WAIT.
         sockopt::set_socket_reuseaddr(&fd, true)?;
@@ -80,7 +80,7 @@ impl Listener {
     }
 
     /// None when nobody waits.
-    pub(super) fn accept(&self) -> Result<Option<Link>, Errno> {
+    pub(crate) fn accept(&self) -> Result<Option<Link>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match with_descriptors(|| net::accept_with(&self.0, flags)) {
             Ok(fd) => Ok(Some(Link::new(Descriptor::new(fd)?, false))),
@@ -96,10 +96,10 @@ impl AsFd for Listener {
     }
 }
 
-pub(super) struct Link {
+pub(crate) struct Link {
     fd: Descriptor,
     connecting: bool,
-    pub(super) inbox: Inbox,
+    pub(crate) inbox: Inbox,
     outbox: VecDeque<Arc<[u8]>>,
     /// Bytes of the front of the outbox that are sent.
     sent: usize,
@@ -127,7 +127,7 @@ impl Link {
     }
 
     /// Begins to connect.
-    pub(super) fn connect(address: SocketAddr) -> Result<Link, Errno> {
+    pub(crate) fn connect(address: SocketAddr) -> Result<Link, Errno> {
         let fd = socket(address)?;
         match net::connect(&fd, &address) {
             Ok(()) => Ok(Link::new(fd, false)),
@@ -136,19 +136,19 @@ impl Link {
         }
     }
 
-    pub(super) fn is_connecting(&self) -> bool {
+    pub(crate) fn is_connecting(&self) -> bool {
         self.connecting
     }
 
     /// To be called when poll reports anything while the connection is being made.
-    pub(super) fn finish_connect(&mut self) -> Result<(), Errno> {
+    pub(crate) fn finish_connect(&mut self) -> Result<(), Errno> {
         sockopt::socket_error(&self.fd)??;
         self.connecting = false;
         Ok(())
     }
 
     /// What poll is to look for.
-    pub(super) fn interest(&self) -> PollFlags {
+    pub(crate) fn interest(&self) -> PollFlags {
         match (self.connecting, self.outbox.is_empty()) {
             (true, _) => PollFlags::OUT,
             (false, true) => PollFlags::IN,
@@ -156,16 +156,16 @@ impl Link {
         }
     }
 
-    pub(super) fn push(&mut self, bytes: Arc<[u8]>) {
+    pub(crate) fn push(&mut self, bytes: Arc<[u8]>) {
         self.outbox.push_back(bytes);
     }
 
-    pub(super) fn is_flushed(&self) -> bool {
+    pub(crate) fn is_flushed(&self) -> bool {
         self.outbox.is_empty()
     }
 
     /// Sends what the kernel takes.
-    pub(super) fn flush(&mut self) -> Result<(), Errno> {
+    pub(crate) fn flush(&mut self) -> Result<(), Errno> {
         while let Some(front) = self.outbox.front().filter(|_| !self.connecting) {
             match net::send(&self.fd, &front[self.sent..], SendFlags::NOSIGNAL) {
                 Ok(count) => self.sent += count,
@@ -182,7 +182,7 @@ impl Link {
     }
 
     /// Reads at most `limit` bytes into the inbox; false when there is nothing (more) now.
-    pub(super) fn receive(&mut self, limit: usize) -> Result<bool, Errno> {
+    pub(crate) fn receive(&mut self, limit: usize) -> Result<bool, Errno> {
         let mut chunk = [0; READ_BYTES];
         let room = limit.min(READ_BYTES);
         match net::recv(&self.fd, &mut chunk[..room], RecvFlags::empty()) {
@@ -196,8 +196,20 @@ impl Link {
         }
     }
 
+    /// The address at the other end, or this host's unspecified one for a connection that is dead already.
+    pub(crate) fn peer(&self) -> SocketAddr {
+        let unknown = SocketAddr::new(std::net::Ipv4Addr::UNSPECIFIED.into(), 0);
+        let found = net::getpeername(&self.fd).ok().flatten();
+        found.and_then(|address| address.try_into().ok()).unwrap_or(unknown)
+    }
+
+    /// The socket alone, for who moves the bytes from here on; None if some that came are not taken, or some not sent.
+    pub(crate) fn into_descriptor(self) -> Option<Descriptor> {
+        (self.inbox.unread().is_empty() && self.is_flushed()).then_some(self.fd)
+    }
+
     /// Says that nothing more will be sent; the peer sees the end after the last byte.
-    pub(super) fn shut(&mut self) {
+    pub(crate) fn shut(&mut self) {
         if !self.shut {
             self.shut = true;
             // The connection may be gone already, which is as good.

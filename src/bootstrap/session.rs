@@ -3,6 +3,7 @@
 //! Callers wait on a channel that the bootstrap thread answers, with a deadline, and look at their `Cancel` every 50 ms.
 
 use super::answer::{self, Answer, NoAnswer};
+use super::handshake::{self, Secret};
 use super::interfaces;
 use super::member::Farewell;
 use super::service::{self, Command, Join, SeatId};
@@ -58,7 +59,14 @@ fn listening_address(settings: &Settings, near: Option<IpAddr>) -> Result<Socket
     )
 }
 
-pub(super) fn random<const N: usize>() -> Result<[u8; N]> {
+/// Where this process listens for the data of links.
+pub(crate) fn network_address() -> Result<SocketAddr> {
+    let settings = Settings::from_environment()?;
+    let near = settings.fixed_root()?.map(|root| root.address.ip());
+    listening_address(&settings, near)
+}
+
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| Error::system(format!("the system gives no random bytes: {error}")))?;
     Ok(bytes)
@@ -70,6 +78,8 @@ pub struct Session {
     seat: Option<SeatId>,
     rank: u32,
     place: String,
+    /// The unique id's.
+    secret: Secret,
     /// An exchange was given up on this side; the rounds are out of step.
     broken: AtomicBool,
 }
@@ -112,6 +122,7 @@ impl Session {
             seat: None,
             rank,
             place,
+            secret: root.secret,
             broken: AtomicBool::new(false),
         };
         if ranks == 1 && root.host == Host::RankZero {
@@ -176,6 +187,11 @@ impl Session {
             self.broken.store(true, Ordering::Release);
             Err(error)
         })
+    }
+
+    /// A secret for another purpose, equal on all ranks.
+    pub fn derive(&self, purpose: &str) -> [u8; 32] {
+        handshake::derive(&self.secret, purpose, b"session")
     }
 
     /// Calls both parts of `watch` from a library thread until the session ends. What happened before is reported at

@@ -131,24 +131,24 @@ impl<'a> Frame<'a> {
 
 /// Received bytes that were not taken yet.
 #[derive(Default)]
-pub(super) struct Inbox {
+pub(crate) struct Inbox {
     bytes: Vec<u8>,
     taken: usize,
 }
 
 impl Inbox {
-    pub(super) fn push(&mut self, bytes: &[u8]) {
+    pub(crate) fn push(&mut self, bytes: &[u8]) {
         if self.taken == self.bytes.len() {
             self.bytes.clear();
             self.taken = 0;
         }
         self.bytes.extend_from_slice(bytes);
     }
-    pub(super) fn unread(&self) -> &[u8] {
+    pub(crate) fn unread(&self) -> &[u8] {
         &self.bytes[self.taken..]
     }
     /// Takes exactly N bytes, or none while fewer are there.
-    pub(super) fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+    pub(crate) fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let bytes = *self.unread().first_chunk::<N>()?;
         self.taken += N;
         Some(bytes)

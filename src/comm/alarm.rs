@@ -72,7 +72,9 @@ impl Alarm {
     /// From here on nothing reaches the engine.
     pub(crate) fn disarm(&self) {
         let _aborting = self.aborting.lock();
-        drop(self.engine.lock().take());
+        let engine = self.engine.lock().take();
+        // Outside the lock: its end waits for the proxy's thread, which may be about to report a fault.
+        drop(engine);
     }
 
     fn lose_peer(&self) {
@@ -108,6 +110,15 @@ impl Alarm {
             }
             None => {}
         }
+    }
+
+    /// A connection to another host failed. On the proxy's thread.
+    pub(crate) fn network_fault(&self, fault: Error) {
+        if self.aborted() {
+            return;
+        }
+        self.announce(fault);
+        self.lose_peer();
     }
 
     /// What the session says of a peer: the error comes before the stop, so that who is stopped finds it.

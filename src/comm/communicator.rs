@@ -211,7 +211,9 @@ impl Communicator {
             self.alarm.take_fault();
             self.alarm.check().err().or_else(give_up)
         };
-        self.engine()?.synchronize(&give_up)
+        let engine = self.engine()?;
+        engine.synchronize(&give_up)?;
+        engine.drain(&self.alarm.cancel, &give_up)
     }
 
     /// Ends the taking of operations, after the work of this rank is done.

@@ -35,7 +35,12 @@ const DEFAULT_TIMEOUT_MS: u64 = 30_000;
 /// How long a rank that failed waits for the others to take its error, which they do at once unless they failed too.
 const HAND_OVER_TIMEOUT: Duration = Duration::from_secs(5);
 
-type Ctas = (Option<u32>, Option<u32>);
+/// What a communicator's configuration says to its engine.
+struct Wishes {
+    /// minCTAs and maxCTAs.
+    ctas: (Option<u32>, Option<u32>),
+    host_id: Option<String>,
+}
 
 /// A communicator that was asked for, its values checked.
 pub(crate) struct Init {
@@ -43,8 +48,7 @@ pub(crate) struct Init {
     slot: *mut RawComm,
     communicator: Arc<Communicator>,
     ids: Vec<UniqueId>,
-    /// minCTAs and maxCTAs.
-    ctas: Ctas,
+    wishes: Wishes,
     timeout: Duration,
 }
 
@@ -173,14 +177,17 @@ fn ask(
             "OSSICLE_INIT_TIMEOUT_MS is 0; it takes milliseconds from 1",
         ));
     }
-    let ctas = (config.min_ctas, config.max_ctas);
+    let wishes = Wishes {
+        ctas: (config.min_ctas, config.max_ctas),
+        host_id: config.host_id,
+    };
     // Both are checked to be small and not negative.
     let communicator = Communicator::new(rank as u32, ranks as u32, device, config.blocking, config.comm_name);
     Ok(Init {
         slot,
         communicator: Arc::new(communicator),
         ids,
-        ctas,
+        wishes,
         timeout: Duration::from_millis(timeout_ms),
     })
 }
@@ -224,12 +231,12 @@ fn begin(init: Init) -> Result<Begun> {
         slot,
         communicator,
         ids,
-        ctas,
+        wishes,
         timeout,
     } = init;
     let handle = registry()?.insert(Arc::clone(&communicator))?;
     let address = handle.addr();
-    let body = move |communicator: &Communicator| make(communicator, address, &ids, ctas, timeout);
+    let body = move |communicator: &Communicator| make(communicator, address, &ids, &wishes, timeout);
     if let Err(error) = communicator.initialise(body) {
         drop(communicator);
         life::discard(handle)?;
@@ -252,10 +259,10 @@ fn await_all(begun: &[Begun]) -> Result<Progress> {
 }
 
 /// The body of the thread that makes a communicator.
-fn make(communicator: &Communicator, address: usize, ids: &[UniqueId], ctas: Ctas, timeout: Duration) {
+fn make(communicator: &Communicator, address: usize, ids: &[UniqueId], wishes: &Wishes, timeout: Duration) {
     say_version(communicator.rank);
     let outcome = catch_unwind(AssertUnwindSafe(|| {
-        establish(communicator, address, ids, ctas, timeout)
+        establish(communicator, address, ids, wishes, timeout)
     }));
     let outcome = outcome.unwrap_or_else(|panic| {
         let text = panic_text(panic.as_ref());
@@ -277,7 +284,7 @@ fn establish(
     communicator: &Communicator,
     address: usize,
     ids: &[UniqueId],
-    ctas: Ctas,
+    wishes: &Wishes,
     timeout: Duration,
 ) -> Result<()> {
     let cancel = &communicator.alarm.cancel;
@@ -287,7 +294,7 @@ fn establish(
         version: VERSION,
         layout: layout(),
         place: format!("{}:{}", crate::topology::host::short_name(), std::process::id()),
-        payload: launch::introduction(&communicator.device, ctas),
+        payload: launch::introduction(&communicator.device, wishes.ctas, wishes.host_id.as_deref()),
     };
     let (session, introductions) = Session::join(ids, introduction, timeout, cancel)?;
     let payloads: Vec<Vec<u8>> = introductions
@@ -295,7 +302,21 @@ fn establish(
         .map(|introduction| introduction.payload)
         .collect();
     let device = Arc::clone(&communicator.device);
-    let connected = Engine::connect(device, &session, communicator.rank, &payloads, timeout, cancel);
+    let alarm = Arc::downgrade(&communicator.alarm);
+    let on_fault = Box::new(move |fault| {
+        if let Some(alarm) = alarm.upgrade() {
+            alarm.network_fault(fault);
+        }
+    });
+    let connected = Engine::connect(
+        device,
+        &session,
+        communicator.rank,
+        &payloads,
+        timeout,
+        cancel,
+        on_fault,
+    );
     let limit = if connected.is_ok() {
         timeout
     } else {

@@ -4,19 +4,26 @@ use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
 use super::lending::Lending;
+use super::net_links::{Crossings, NetLinks, Network, OnFault};
+use super::network::{self, Net};
 use super::settings::{self, Settings};
-use super::templates::Own;
+use super::templates::{Own, Reached, Ring};
 use super::{running, Engine, KernelMemory};
 use crate::bootstrap::{Cancel, Session};
-use crate::device::{Device, DeviceKind, Placement};
+use crate::device::{Device, DeviceKind, Memory, Placement};
 use crate::environment::switch;
 use crate::error::{Code, Error, Result};
 use crate::info;
-use crate::plan::{self, Profile, Program};
+use crate::plan::{self, Profile};
+use crate::proxy::RingGeometry;
 use crate::topology::host::HostIdentity;
-use crate::transport::{self, Geometry, Limit, PeerInbox, Reach, TwoShotGeometry};
+use crate::topology::Hosts;
+use crate::transport::net::{self, Listener};
+use crate::transport::{Geometry, Limit, Linking, PeerInbox, Reach, TwoShotGeometry};
+use crate::warning;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,6 +41,7 @@ struct RankInfo {
     shares_gpu: bool,
     reach: Reach,
     settings: Settings,
+    net: Option<Net>,
     /// Random; rank 0's names the communicator.
     token: u64,
     /// It may lend its buffers.
@@ -43,18 +51,18 @@ struct RankInfo {
 /// What a rank sends: itself, or why it cannot take part (code and sentence), so that every rank says the same.
 type Introduced = std::result::Result<RankInfo, (i32, String)>;
 
-/// This rank's share of `Introduction::payload`.
-pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Vec<u8> {
-    let introduced: Introduced = describe(device, ctas).map_err(|error| (error.code as i32, error.text));
+/// This rank's share of `Introduction::payload`. `host` fakes the host that it is on.
+pub fn introduction(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>), host: Option<&str>) -> Vec<u8> {
+    let introduced: Introduced = describe(device, ctas, host).map_err(|error| (error.code as i32, error.text));
     // Plain data of strings and numbers always has a JSON form.
     serde_json::to_vec(&introduced).unwrap_or_default()
 }
 
-fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Result<RankInfo> {
-    settings::check_choices()?;
+fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>), host: Option<&str>) -> Result<RankInfo> {
     settings::wait_bound()?;
+    let net = Net::read()?;
     let (p2p, shm) = settings::paths();
-    let host = HostIdentity::of_this_process()?;
+    let host = HostIdentity::of_rank(host)?;
     let mut token = [0; 8];
     getrandom::fill(&mut token).map_err(|error| Error::system(format!("no random numbers: {error}")))?;
     Ok(RankInfo {
@@ -67,6 +75,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>)) -> Resul
         shares_gpu: switch("NCCL_MULTI_RANK_GPU_ENABLE", false),
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
+        net,
         token: u64::from_ne_bytes(token),
         zero_copy: settings::zero_copy()?,
     })
@@ -91,13 +100,6 @@ fn parse(payloads: &[Vec<u8>]) -> Result<Vec<RankInfo>> {
 fn check(ranks: &[RankInfo]) -> Result<()> {
     let first = &ranks[0];
     for (rank, info) in ranks.iter().enumerate() {
-        if info.host.digest != first.host.digest {
-            return Err(Error::usage(format!(
-                "rank 0 is on host {} and rank {rank} on host {}: the network between hosts is not built yet in this version \
-                 of Ossicle",
-                first.host, info.host
-            )));
-        }
         if info.cuda != first.cuda {
             return Err(Error::usage(format!(
                 "rank 0 ({}) uses {} and rank {rank} ({}) uses {}: set OSSICLE_DEVICE alike on all ranks",
@@ -122,11 +124,12 @@ fn budget(
     session: &Session,
     rank: u32,
     ranks: &[RankInfo],
+    hosts: &Hosts,
     timeout: Duration,
     cancel: &Cancel,
 ) -> Result<(Profile, Option<Reservation>)> {
     let (own, settings) = (&ranks[rank as usize], &ranks[0].settings);
-    let profile = |blocks| settings.profile(ranks.len() as u32, blocks);
+    let profile = |blocks| settings.profile(ranks.len() as u32, hosts.count() as u32, blocks);
     let capacity = plan::budget::capacity(own.multiprocessors);
     let gpus: HashSet<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
     if gpus.len() == ranks.len() {
@@ -154,6 +157,46 @@ fn budget(
     Ok((profile(blocks), Some(reservation)))
 }
 
+/// What goes over the network and who drives it, said once a communicator where the switch asks for something else.
+fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
+    if hosts.count() == 1 {
+        return Ok(());
+    }
+    let asked: Vec<Option<Net>> = ranks.iter().map(|info| info.net).collect();
+    let net = network::agree(&asked)?;
+    let driven = network::driver(ranks[0].settings.initiated, net);
+    let (hosts, driver, reason) = (hosts.count(), driven.driver.name(), driven.reason);
+    match (rank, driven.fallen_back) {
+        (0, true) => warning!("{hosts} hosts over {}: {driver} ({reason})", net.name()),
+        _ => info!(
+            Net,
+            "rank {rank}: {hosts} hosts over {}: {driver} ({reason})",
+            net.name()
+        ),
+    }
+    Ok(())
+}
+
+/// Connects a rank with its neighbours on other hosts. Collective over `agree`, a gather, where there are several hosts:
+/// whoever waits in vain for a rank that failed learns the cause there.
+fn cross(
+    device: &Arc<dyn Device>,
+    crossings: Crossings,
+    profile: &Profile,
+    listener: Option<Listener>,
+    names: &[Option<net::Name>],
+    limit: &Limit,
+    agree: &dyn Fn(Result<Vec<u8>>) -> Result<Vec<Vec<u8>>>,
+) -> Result<Option<NetLinks>> {
+    if profile.hosts == 1 {
+        return Ok(None);
+    }
+    let establish = |listener| NetLinks::establish(device, crossings, net_geometry(profile), listener, names, limit);
+    let links = listener.map(establish).transpose();
+    let all = agree(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
+    links.and_then(|links| all.map(|_| links))
+}
+
 impl Engine {
     /// Collective over the session: allocates this rank's inbox, exchanges it, links to all peers. `payloads` are what
     /// `introduction` gave on each rank, in rank order.
@@ -164,95 +207,127 @@ impl Engine {
         payloads: &[Vec<u8>],
         timeout: Duration,
         cancel: &Cancel,
+        on_fault: OnFault,
     ) -> Result<Engine> {
         running::let_go();
         let ranks = parse(payloads)?;
         check(&ranks)?;
-        let (profile, reservation) = budget(session, rank, &ranks, timeout, cancel)?;
+        let hosts = Hosts::group(ranks.iter().map(|info| &info.host));
+        say_driver(rank, &ranks, &hosts)?;
+        let (profile, reservation) = budget(session, rank, &ranks, &hosts, timeout, cancel)?;
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
-        let programs: Vec<Program> = (0..profile.ranks)
-            .map(|peer| plan::ring_all_reduce(profile.ranks, peer))
-            .collect();
+        let ring = Ring::new(hosts.ring());
+        let crossings = Crossings::of(rank, &ring.all_reduce[rank as usize], &hosts);
+        let (listener, net) = match crossings.is_empty() {
+            true => (None, None),
+            false => Listener::open(session.derive("net")).map(|(listener, name)| (Some(listener), Some(name)))?,
+        };
         let limit = Limit {
             // Shorter than a gather's, so that a rank that waits in vain can still say so in the gather that follows.
             timeout: timeout / 2,
             cancel,
         };
-        let links = transport::link(
-            &device,
-            rank as usize,
-            &reach,
-            geometry(&profile, &programs),
-            &limit,
-            &|payload| session.all_gather(Ok(payload), timeout, cancel),
-        );
+        let linking = Linking {
+            device: &device,
+            rank,
+            reach: &reach,
+            hosts: &hosts,
+            geometry: geometry(&profile, &ring, hosts.neighbours(rank)),
+            net,
+            limit: &limit,
+            gather: &|payload| session.all_gather(Ok(payload), timeout, cancel),
+        };
+        let links = linking.link();
         // What an attempt that failed has opened.
         running::let_go();
         let links = links?;
         info!(
             Init,
-            "rank {rank}: links to {} peers via {}: {}; {profile:?}",
-            ranks.len() - 1,
+            "rank {rank}: links to {} peers of this host via {}: {}; {profile:?}",
+            hosts.neighbours(rank).len() - 1,
             links.path.name(),
             links.reason
         );
         let zero_copy = ranks.iter().all(|info| info.zero_copy);
         let devices: Vec<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
-        let lending = Lending::new(device.as_ref(), links.path, &devices, zero_copy);
+        let lending = Lending::new(device.as_ref(), (links.path, profile.hosts), &devices, zero_copy);
         info!(Init, "rank {rank}: {lending}");
-        let places = ranks.into_iter().map(|info| info.place).collect();
-        let inboxes = links.inboxes.clone();
-        let mut engine = assemble(
-            device.clone(),
-            rank,
-            places,
-            profile,
-            &programs,
-            links.inboxes,
-            Clique::of(links.communicator),
-            lending,
-        )
-        .inspect_err(|_| running::put_down(device.as_ref(), inboxes))?;
+        let inboxes: Vec<Arc<PeerInbox>> = links.inboxes.iter().flatten().cloned().collect();
+        let agree = |own| session.all_gather(own, timeout, cancel);
+        let net = cross(&device, crossings, &profile, listener, &links.net, &limit, &agree);
+        let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
+        let assembled = net.and_then(|net| {
+            assemble(Parts {
+                device: device.clone(),
+                rank,
+                places: ranks.into_iter().map(|info| info.place).collect(),
+                profile,
+                ring: &ring,
+                inboxes: links.inboxes,
+                clique: Clique::of(tokens),
+                lending,
+                net: net.map(|links| (links, on_fault)),
+            })
+        });
+        let mut engine = assembled.inspect_err(|_| running::put_down(device.as_ref(), inboxes))?;
         engine.reservation = reservation;
         Ok(engine)
     }
 }
 
-/// The engine of `rank` over opened inboxes, one a rank.
-#[allow(clippy::too_many_arguments)]
-pub(super) fn assemble(
-    device: Arc<dyn Device>,
-    rank: u32,
-    places: Vec<String>,
-    profile: Profile,
-    programs: &[Program],
-    inboxes: Vec<Arc<PeerInbox>>,
-    clique: Arc<Clique>,
-    lending: Lending,
-) -> Result<Engine> {
+/// What an engine is made of.
+pub(super) struct Parts<'a> {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) rank: u32,
+    pub(super) places: Vec<String>,
+    pub(super) profile: Profile,
+    pub(super) ring: &'a Ring,
+    /// Opened, by rank; None on other hosts.
+    pub(super) inboxes: Vec<Option<Arc<PeerInbox>>>,
+    pub(super) clique: Arc<Clique>,
+    pub(super) lending: Lending,
+    pub(super) net: Option<(NetLinks, OnFault)>,
+}
+
+pub(super) fn assemble(parts: Parts) -> Result<Engine> {
+    let Parts {
+        device,
+        rank,
+        places,
+        profile,
+        ring,
+        inboxes,
+        clique,
+        lending,
+        net,
+    } = parts;
     let state = device.clone().allocate(size_of::<State>(), Placement::Device)?;
     let control = device.clone().allocate(size_of::<Control>(), Placement::Pinned)?;
-    let (state_address, control_address) = (state.address.cast::<State>(), control.address.cast::<Control>());
-    let (report_after_ns, fail_when_late) = settings::wait_bound()?;
-    // SAFETY: fresh, zeroed, aligned (the device hands out pages) and not yet known to any kernel.
-    let settings = unsafe { &*control_address };
-    settings.report_after_ns.store(report_after_ns, Ordering::Relaxed);
-    settings
-        .park_after_report
-        .store(u32::from(fail_when_late), Ordering::Relaxed);
-    for (started, inbox) in settings.started.iter().zip(&inboxes) {
-        started.store(inbox.started(), Ordering::Relaxed);
-    }
+    let fail_when_late = set_up(&control, &inboxes)?;
+    let reached = Reached {
+        inboxes: &inboxes,
+        net: net.as_ref().map(|(links, _)| links),
+    };
     let own = Own {
         rank,
-        state: state_address,
-        control: control_address,
-        started: inboxes[rank as usize].started(),
+        state: state.address.cast(),
+        control: control.address.cast(),
+        started: reached.inbox(rank)?.started(),
         zero_copy: lending.is_on(),
     };
-    let program = Box::new(own.program_work(&profile, programs, &inboxes));
-    let one_shot = (profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
-    let two_shot = Box::new(own.two_shot_work(&profile, &inboxes));
+    let programs = Box::new(own.programs(&profile, ring, &reached)?);
+    let within_host = profile.hosts == 1;
+    let one_shot = (within_host && profile.ranks > 1).then(|| Box::new(own.one_shot_work(&profile, &inboxes)));
+    let two_shot = within_host.then(|| Box::new(own.two_shot_work(&profile, &inboxes)));
+    let memory = Arc::new(KernelMemory {
+        control,
+        _state: state,
+        inboxes,
+        _net: net.as_ref().map(|(links, _)| links.memory()),
+    });
+    let launched = Arc::default();
+    let begin = |(links, on_fault)| Network::begin(&device, links, &memory, &launched, on_fault);
+    let network = net.map(begin).transpose()?;
     let engine = Engine {
         rank,
         places,
@@ -260,18 +335,15 @@ pub(super) fn assemble(
         check_pointers: switch("NCCL_CHECK_POINTERS", false),
         fail_when_late,
         profile,
-        program,
+        programs,
         one_shot,
         two_shot,
-        memory: Arc::new(KernelMemory {
-            control,
-            _state: state,
-            inboxes,
-        }),
+        memory,
+        network,
         clique,
         lending,
         order: Arc::default(),
-        launched: Arc::default(),
+        launched,
         faults_seen: AtomicU64::new(0),
         reservation: None,
     };
@@ -280,22 +352,49 @@ pub(super) fn assemble(
     Ok(engine)
 }
 
-pub(super) fn geometry(profile: &Profile, programs: &[Program]) -> Geometry {
+/// Fills a rank's control block; whether a late wait fails the communicator.
+fn set_up(control: &Memory, inboxes: &[Option<Arc<PeerInbox>>]) -> Result<bool> {
+    let (report_after_ns, fail_when_late) = settings::wait_bound()?;
+    // SAFETY: fresh, zeroed, aligned (the device hands out pages) and not yet known to any kernel.
+    let control = unsafe { &*control.address.cast::<Control>() };
+    control.report_after_ns.store(report_after_ns, Ordering::Relaxed);
+    control
+        .park_after_report
+        .store(u32::from(fail_when_late), Ordering::Relaxed);
+    for (started, inbox) in control.started.iter().zip(inboxes) {
+        let word = inbox.as_ref().map_or(null_mut(), |inbox| inbox.started());
+        started.store(word, Ordering::Relaxed);
+    }
+    Ok(fail_when_late)
+}
+
+/// The inbox of a rank on a host with `neighbours`. A rank that is alone there has nobody who writes to it, and between
+/// hosts nothing but rings are used.
+pub(super) fn geometry(profile: &Profile, ring: &Ring, neighbours: &[u32]) -> Geometry {
+    let programs = &ring.all_reduce;
     debug_assert!(programs.iter().all(|program| program.slots_needed <= profile.slots));
+    let most = programs
+        .iter()
+        .map(|program| program.sends.len().max(program.recvs.len()))
+        .max();
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,
         channels: profile.blocks as usize,
         slots: profile.slots as usize,
         slot_bytes: profile.slot_bytes as usize,
-        links: programs
-            .iter()
-            .map(|program| program.sends.len().max(program.recvs.len()))
-            .max()
-            .unwrap_or(0),
+        links: most.filter(|_| neighbours.len() > 1).unwrap_or(0),
         two_shot: TwoShotGeometry {
-            blocks: profile.blocks as usize,
+            blocks: if profile.hosts > 1 { 0 } else { profile.blocks as usize },
             slot_bytes: profile.two_shot_slot_bytes as usize,
         },
+    }
+}
+
+pub(super) fn net_geometry(profile: &Profile) -> RingGeometry {
+    RingGeometry {
+        channels: profile.blocks as usize,
+        slots: profile.slots as usize,
+        slot_bytes: profile.slot_bytes as usize,
     }
 }

@@ -194,8 +194,7 @@ fn side_by_side<'a>(
             let (engine, works) = batch[place];
             let mut fork = fork_of(forks, place);
             let target = fork.as_ref().map_or_else(|| works[round].target(), |fork| fork.side);
-            engine.device.enqueue(&engine.launch_of(&works[round], target.stream))?;
-            engine.after_launch(target)?;
+            engine.enqueue(&works[round], target)?;
             fork.iter_mut().try_for_each(|fork| fork.leave(round))?;
         }
     }

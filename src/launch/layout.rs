@@ -1,5 +1,6 @@
 //! The structs of `cuda/layout.h`, written here and read by kernels. Sizes and offsets are asserted on both sides.
 
+use crate::transport::net::SlotNote;
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};
 
@@ -12,6 +13,9 @@ pub const NO_ROOT: u32 = u32::MAX;
 /// Flags of different channels lie this many words apart.
 pub const FLAG_STRIDE: usize = 16;
 pub const LINE_BYTES: usize = 16;
+
+/// What a report says of a peer whose started word is out of reach, on another host.
+pub const STARTED_UNKNOWN: u64 = u64::MAX;
 
 /// What a wait that passed its clock bound reports; `sequence` is written last.
 #[repr(C)]
@@ -54,6 +58,16 @@ pub struct State {
     pub rounds: [u64; MAX_CHANNELS],
 }
 
+/// What a link's other end is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum LinkKind {
+    /// The peer's kernel.
+    Memory = 0,
+    /// The CPU proxy.
+    Proxy = 1,
+}
+
 /// One direction of a link to one peer, channel 0.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -61,8 +75,10 @@ pub struct Link {
     pub slots: *mut u8,
     pub tail: *mut u64,
     pub head: *mut u64,
+    /// Of a link to the proxy.
+    pub notes: *mut SlotNote,
     pub peer: u32,
-    pub pad: u32,
+    pub kind: LinkKind,
 }
 
 #[repr(C)]
@@ -84,6 +100,7 @@ pub struct ProgramWork {
     pub control: *mut Control,
     pub started: *mut u64,
     pub slot_bytes: u64,
+    pub stride: u64,
     pub slots: u32,
     pub channels: u32,
     pub ranks: u32,
@@ -168,11 +185,13 @@ const _: () = {
     assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 256);
     assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80);
     assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
-    assert!(size_of::<Link>() == 32 && size_of::<Step>() == 4);
-    assert!(size_of::<ProgramWork>() == 80 + 2 * MAX_LINKS * 32 + MAX_STEPS * 4);
+    assert!(size_of::<Link>() == 40 && size_of::<SlotNote>() == 16 && size_of::<Step>() == 4);
+    assert!(offset_of!(Link, notes) == 24 && offset_of!(Link, kind) == 36);
+    assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 40 + MAX_STEPS * 4);
+    assert!(offset_of!(ProgramWork, stride) == 56);
     assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
     assert!(size_of::<TwoShotWork>() == 112 + 2 * MAX_RANKS * 8);
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
-pub const FINGERPRINT: u64 = 3 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;
+pub const FINGERPRINT: u64 = 4 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

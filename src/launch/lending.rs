@@ -62,10 +62,10 @@ pub(super) struct Lent {
 }
 
 impl Lending {
-    pub(super) fn new(device: &dyn Device, path: Path, devices: &[[u8; 16]], enabled: bool) -> Lending {
-        let one_process = path == Path::P2p && devices.len() > 1;
+    pub(super) fn new(device: &dyn Device, (path, hosts): (Path, u32), devices: &[[u8; 16]], enabled: bool) -> Lending {
+        let one_process = path == Path::P2p && hosts == 1 && devices.len() > 1;
         let refusal = match (one_process, enabled) {
-            (false, _) => Some("the ranks are not all in one process, or there is no P2P"),
+            (false, _) => Some("the ranks are not all in one process on one host, or there is no P2P"),
             (true, false) => Some("OSSICLE_ZERO_COPY is 0 on a rank"),
             (true, true) => None,
         };

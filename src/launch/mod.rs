@@ -10,6 +10,8 @@ mod connect;
 mod fork;
 pub mod layout;
 mod lending;
+mod net_links;
+mod network;
 mod order;
 mod running;
 mod settings;
@@ -18,6 +20,8 @@ mod templates;
 mod tests;
 
 pub use connect::introduction;
+pub use net_links::OnFault;
+pub use network::between_hosts;
 pub use running::beat;
 
 use crate::device::{
@@ -29,14 +33,16 @@ use crate::plan::{self, Algorithm, Call, Choice, Profile};
 use crate::request::{Collective, DataType, ReduceOp, Request};
 use crate::transport::PeerInbox;
 use clique::Clique;
-use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, NO_ROOT};
+use layout::{Control, FaultRecord, OneShotWork, ProgramWork, TwoShotWork, NO_ROOT, STARTED_UNKNOWN};
 use lending::{Lending, Reached};
+use net_links::Network;
 use order::{StreamOrder, Target};
 use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use templates::Programs;
 
 /// Why a kernel of this rank must stop waiting; written to the control block, read by every device wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +62,13 @@ pub struct Engine {
     profile: Profile,
     check_pointers: bool,
     fail_when_late: bool,
-    program: Box<ProgramWork>,
+    programs: Box<Programs>,
+    /// Of ranks that are all on one host, as two_shot is.
     one_shot: Option<Box<OneShotWork>>,
-    two_shot: Box<TwoShotWork>,
+    two_shot: Option<Box<TwoShotWork>>,
     memory: Arc<KernelMemory>,
+    /// Where a neighbour in the ring is on another host.
+    network: Option<Network>,
     clique: Arc<Clique>,
     lending: Lending,
     order: Arc<Mutex<StreamOrder>>,
@@ -74,8 +83,17 @@ pub struct Engine {
 struct KernelMemory {
     control: Memory,
     _state: Memory,
-    inboxes: Vec<Arc<PeerInbox>>,
+    /// By rank; None on other hosts.
+    inboxes: Vec<Option<Arc<PeerInbox>>>,
+    _net: Option<Arc<Memory>>,
 }
+
+/// What walks a program that moves bytes and reduces none.
+const BYTES_PROGRAM: Kernel = Kernel::Reduction {
+    family: KernelFamily::Program,
+    datatype: DataType::Uint8,
+    op: ReduceOp::Sum,
+};
 
 /// One planned operation of one rank, ready to launch.
 pub struct Work {
@@ -180,8 +198,8 @@ impl Engine {
         }
         let choice = plan::choose(&self.profile, call)?;
         let (input, output, count) = (request.send.cast(), request.recv.cast(), request.count as u64);
-        Ok(match (choice.algorithm, &self.one_shot) {
-            (Algorithm::OneShot, Some(template)) => {
+        Ok(match (choice.algorithm, &self.one_shot, &self.two_shot) {
+            (Algorithm::OneShot, Some(template), _) => {
                 let work = OneShotWork {
                     input,
                     output,
@@ -190,13 +208,13 @@ impl Engine {
                 };
                 (kernel(KernelFamily::OneShot), choice, Arguments::OneShot(work))
             }
-            (Algorithm::TwoShot, _) => {
+            (Algorithm::TwoShot, _, Some(template)) => {
                 let work = TwoShotWork {
                     input,
                     output,
                     count,
                     lends: self.lends(request, call, reached)?,
-                    ..*self.two_shot
+                    ..**template
                 };
                 (kernel(KernelFamily::TwoShot), choice, Arguments::TwoShot(work))
             }
@@ -206,7 +224,7 @@ impl Engine {
                     output,
                     count,
                     channels: choice.blocks,
-                    ..*self.program
+                    ..self.programs.all_reduce
                 };
                 (kernel(KernelFamily::Program), choice, Arguments::Program(work))
             }
@@ -218,12 +236,12 @@ impl Engine {
     fn move_data(&self, request: &Request, count: u64) -> Result<(Kernel, Choice, Arguments)> {
         let choice = plan::choose_move(&self.profile, request.collective, count)?;
         let (input, output) = (request.send.cast(), request.recv.cast());
-        let root = match request.collective {
-            Collective::Broadcast { root } => root as u32,
-            _ => NO_ROOT,
+        let (root, template) = match request.collective {
+            Collective::Broadcast { root } => (root as u32, &self.programs.broadcast),
+            _ => (NO_ROOT, &self.programs.all_gather),
         };
-        Ok(match (choice.algorithm, &self.one_shot) {
-            (Algorithm::OneShot, Some(template)) => {
+        Ok(match (choice.algorithm, &self.one_shot, &self.two_shot) {
+            (Algorithm::OneShot, Some(template), _) => {
                 let work = OneShotWork {
                     input,
                     output,
@@ -233,15 +251,29 @@ impl Engine {
                 };
                 (Kernel::OneShotMove, choice, Arguments::OneShot(work))
             }
-            _ => {
+            (Algorithm::TwoShot, _, Some(template)) => {
                 let work = TwoShotWork {
                     input,
                     output,
                     count,
                     root,
-                    ..*self.two_shot
+                    ..**template
                 };
                 (Kernel::TwoShotMove, choice, Arguments::TwoShot(work))
+            }
+            _ => {
+                let mut work = ProgramWork {
+                    input,
+                    output,
+                    count,
+                    channels: choice.blocks,
+                    ..*template
+                };
+                match self.programs.broadcast_steps.get(root as usize) {
+                    Some(step) => work.step[0] = *step,
+                    None => work.stride = count,
+                }
+                (BYTES_PROGRAM, choice, Arguments::Program(work))
             }
         })
     }
@@ -337,6 +369,7 @@ impl Engine {
         let ordinal = fault.ordinal.load(Ordering::Relaxed);
         let there = match fault.peer_started.load(Ordering::Relaxed) {
             0 => format!("has not started operation {ordinal}, nor any before it"),
+            STARTED_UNKNOWN => String::from("is on another host, which does not say what it has started"),
             started if started <= ordinal => {
                 format!("has not started operation {ordinal}; its last is {}", started - 1)
             }
@@ -417,6 +450,8 @@ impl Drop for Engine {
             std::mem::forget(self.memory.clone());
             std::mem::forget(self.reservation.take());
         }
+        // Its rings go with it, so that no kernel waits for them any more.
+        drop(self.network.take());
         running::leave(self, done.is_ok());
         // A kernel that still runs has the event, and its side streams.
         if done.is_ok() {
@@ -450,10 +485,23 @@ impl Admitted<'_> {
     /// What goes to streams that are queues is put there, and the call returns. On the host device's default stream the
     /// call returns when all are done, with an error if a rank was stopped before its operation was complete.
     pub fn launch(self) -> Result<()> {
+        let here = || self.batch.iter().filter(|part| on_callers_thread(part));
+        here().for_each(|(engine, works)| engine.count_launches(works.len() as u64));
+        let launched = self.launch_all();
+        if launched.is_err() {
+            here().for_each(|(engine, works)| engine.uncount_launches(works.len() as u64));
+        }
+        launched?;
+        // All take back what they lent.
+        here().map(|(engine, _)| engine.outcome()).fold(Ok(()), Result::and)
+    }
+
+    /// An error means that nothing of what runs on the caller's thread has run.
+    fn launch_all(&self) -> Result<()> {
         match self.batch {
             // A rank with a thread of its own.
             [(engine, [work])] if work.on_callers_thread() && work.choice.blocks == 1 => {
-                device::host::launch_alone(&engine.launch_of(work, work.stream))?
+                device::host::launch_alone(&engine.launch_of(work, work.stream))
             }
             batch => {
                 fork::enqueue(batch, &self.sides)?;
@@ -462,16 +510,9 @@ impl Admitted<'_> {
                 if sequences.is_empty() {
                     return Ok(());
                 }
-                device::host::launch(&sequences)?
+                device::host::launch(&sequences)
             }
         }
-        let here = self.batch.iter().filter(|part| on_callers_thread(part));
-        let outcomes = here.map(|(engine, works)| {
-            engine.launched.fetch_add(works.len() as u64, Ordering::Release);
-            engine.outcome()
-        });
-        // All are counted, and all take back what they lent.
-        outcomes.fold(Ok(()), Result::and)
     }
 }
 

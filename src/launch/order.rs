@@ -134,6 +134,7 @@ impl Engine {
                 self.device
                     .keep_for_graph(target.stream, Arc::clone(&self.memory) as _)?;
                 order.captured = true;
+                self.stay_awake();
                 if order.captures.len() == CAPTURES_AT_ONCE {
                     order.captures.pop_front();
                 }
@@ -147,11 +148,14 @@ impl Engine {
         Ok(())
     }
 
-    pub(super) fn after_launch(&self, target: Target) -> Result<()> {
+    /// Puts one kernel into its stream, after `before_launch`. It is counted before it can run.
+    pub(super) fn enqueue(&self, work: &Work, target: Target) -> Result<()> {
+        let launch = self.launch_of(work, target.stream);
         if target.key.capture.is_some() {
-            return Ok(());
+            return self.device.enqueue(&launch);
         }
-        self.launched.fetch_add(1, Ordering::Release);
+        self.count_launches(1);
+        self.device.enqueue(&launch).inspect_err(|_| self.uncount_launches(1))?;
         let mut order = self.order.lock();
         if order.captured {
             order.mark = Some(self.device.mark(order.mark, target.stream)?);

@@ -74,7 +74,8 @@ pub(super) fn leave(engine: &Engine, done: bool) {
     }
     // Before it is off the list, so that there is no moment at which it could go while others run.
     device::cuda::put_down(engine.memory.clone());
-    let bytes = engine.memory.inboxes[engine.rank as usize].bytes();
+    let own = engine.memory.inboxes[engine.rank as usize].as_ref();
+    let bytes = own.map_or(0, |inbox| inbox.bytes());
     WAITING.get().bytes.fetch_add(bytes, Ordering::Relaxed);
     if done {
         let mine = Arc::as_ptr(&engine.memory);

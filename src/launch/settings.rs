@@ -1,57 +1,25 @@
 //! What the environment says about planning and paths, read once a communicator, on every rank; rank 0's is used.
 
+use super::network::Initiated;
 use crate::device::{Device, DeviceKind};
 use crate::environment::{choice, integer, number, switch, text};
 use crate::error::{Error, Result};
-use crate::info;
 use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
 use crate::plan::{Algorithm, Allowed, Profile, LINE_PAYLOAD_BYTES};
-use crate::sys::verbs;
 use serde::{Deserialize, Serialize};
 
 /// Lines of one region of the one-shot area at least, for when nothing else is allowed: 256 KiB of payload.
 const LEAST_LINES: u32 = 32768;
 
+/// Connections of a link between hosts, which one CPU thread drives.
+const NET_CHANNELS: u32 = 4;
+/// Large enough that headers and system calls do not count, small enough that a message of a few hundred KiB is on the
+/// wire while its first slots are reduced.
+const NET_SLOT_BYTES: u64 = 131_072;
+const NET_SLOTS: u32 = 8;
+
 /// Names of `NCCL_ALGO` that NCCL knows and this version has no kernels for.
 const UNBUILT_ALGORITHMS: [&str; 6] = ["Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"];
-
-#[derive(Clone, Copy, PartialEq)]
-enum Net {
-    Ib,
-    Socket,
-    Hca,
-}
-
-/// Checks every choice variable, also those whose paths come later, so that a misspelt one is found here. A network
-/// that is asked for by name must be there, although ranks of one host do not use it.
-pub(super) fn check_choices() -> Result<()> {
-    let net = choice(
-        "NCCL_NET",
-        &[("IB", Net::Ib), ("Socket", Net::Socket), ("HCA", Net::Hca)],
-    )?;
-    for name in ["NCCL_GPU_INITIATED", "OSSICLE_GPU_INITIATED"] {
-        choice(name, &[("0", ()), ("1", ()), ("auto", ())])?;
-    }
-    if net != Some(Net::Ib) {
-        return Ok(());
-    }
-    let refused = |why: &str| {
-        Err(Error::usage(format!(
-            "NCCL_NET is IB, but {why}: unset NCCL_NET, or set it to Socket"
-        )))
-    };
-    if switch("NCCL_IB_DISABLE", false) {
-        return refused("NCCL_IB_DISABLE is 1");
-    }
-    match verbs::device_names() {
-        Ok(names) if names.is_empty() => refused("there is no RDMA device"),
-        Ok(names) => {
-            info!(Net, "RDMA devices: {}", names.join(", "));
-            Ok(())
-        }
-        Err(error) => refused(&error.text),
-    }
-}
 
 /// The clock bound of a device wait, and whether a wait that passes it fails the communicator.
 pub(super) fn wait_bound() -> Result<(u64, bool)> {
@@ -74,6 +42,7 @@ pub(super) struct Settings {
     pub(super) overcommit: bool,
     least_channels: Option<u32>,
     most_channels: Option<u32>,
+    pub(super) initiated: Initiated,
 }
 
 impl Settings {
@@ -90,22 +59,31 @@ impl Settings {
             overcommit: choice("OSSICLE_GPU_OVERCOMMIT", &[("0", false), ("1", true)])?.unwrap_or(false),
             least_channels: positive("NCCL_MIN_NCHANNELS").or(ctas.0),
             most_channels: positive("NCCL_MAX_NCHANNELS").or(ctas.1),
+            initiated: Initiated::read()?,
         })
     }
 
-    /// The profile of a communicator of `ranks`, whose kernels have at most `blocks` on a GPU.
-    pub(super) fn profile(&self, ranks: u32, blocks: u32) -> Profile {
-        let budget = if self.cuda { blocks } else { 1 };
+    /// The profile of a communicator of `ranks` on `hosts`, whose kernels have at most `blocks` on a GPU.
+    pub(super) fn profile(&self, ranks: u32, hosts: u32, blocks: u32) -> Profile {
+        let budget = match (self.cuda, hosts) {
+            (false, _) => 1,
+            (true, 1) => blocks,
+            (true, _) => blocks.min(NET_CHANNELS),
+        };
         let limit = if self.cuda {
-            budget.clamp(1, MAX_CHANNELS as u32)
+            blocks.clamp(1, MAX_CHANNELS as u32)
         } else {
             MAX_CHANNELS as u32
         };
         let least = self.least_channels.unwrap_or(1).min(limit);
         let most = self.most_channels.unwrap_or(budget.max(least)).clamp(1, limit);
+        if hosts > 1 {
+            return self.profile_between_hosts(ranks, hosts, most, least);
+        }
         let one_shot_bytes = one_shot_bytes(self.cuda, ranks);
         Profile {
             ranks,
+            hosts,
             allowed: self.allowed.clone(),
             blocks: most,
             // Channels that were asked for are used from the first byte on.
@@ -117,6 +95,25 @@ impl Settings {
             one_shot_move_bytes: one_shot_move_bytes(self.cuda, ranks),
             two_shot_block_bytes: if least > 1 { 1 } else { 16384 },
             two_shot_slot_bytes: two_shot_slot_bytes(ranks, most),
+            threads: 512,
+        }
+    }
+
+    /// Rings only, so that nothing is spent on what the other algorithms need. All links have the network's slots.
+    fn profile_between_hosts(&self, ranks: u32, hosts: u32, most: u32, least: u32) -> Profile {
+        Profile {
+            ranks,
+            hosts,
+            allowed: self.allowed.clone(),
+            blocks: most,
+            channel_bytes: if least > 1 { 1 } else { NET_SLOT_BYTES },
+            slot_bytes: NET_SLOT_BYTES,
+            slots: NET_SLOTS,
+            lines: 0,
+            one_shot_bytes: 0,
+            one_shot_move_bytes: 0,
+            two_shot_block_bytes: 1,
+            two_shot_slot_bytes: 0,
             threads: 512,
         }
     }
@@ -163,18 +160,17 @@ fn two_shot_slot_bytes(ranks: u32, blocks: u32) -> u64 {
     }
 }
 
-/// The algorithms that `NCCL_ALGO` and `NCCL_PROTO` leave. A list that leaves a move nothing does not bind it: `Ring`
-/// asks for an all-reduce's ring.
+/// The algorithms that `NCCL_ALGO` and `NCCL_PROTO` leave. A list that leaves a move nothing does not bind it.
 fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Allowed> {
-    let left = |function: &str, built: &[Algorithm]| -> Result<Vec<Algorithm>> {
+    let left = |function: &str| -> Result<Vec<Algorithm>> {
         let names = Algorithm::ALL.map(Algorithm::name);
         let algorithms = list("NCCL_ALGO", algo, function, &names, &UNBUILT_ALGORITHMS)?;
         let protocols = list("NCCL_PROTO", proto, function, &["LL", "Simple"], &["LL128"])?;
         let allowed =
             |algorithm: &Algorithm| algorithms.contains(&algorithm.name()) && protocols.contains(&algorithm.protocol());
-        Ok(built.iter().copied().filter(allowed).collect())
+        Ok(Algorithm::ALL.into_iter().filter(allowed).collect())
     };
-    let all_reduce = left("allreduce", &Algorithm::ALL)?;
+    let all_reduce = left("allreduce")?;
     if all_reduce.is_empty() {
         return Err(Error::usage(format!(
             "NCCL_ALGO \"{}\" with NCCL_PROTO \"{}\" leaves no all-reduce of this version: it has OneShot with LL, \
@@ -184,13 +180,13 @@ fn allowed(algo: Option<&str>, proto: Option<&str>) -> Result<Allowed> {
         )));
     }
     let or_all = |left: Vec<Algorithm>| match left.is_empty() {
-        true => Algorithm::MOVES.to_vec(),
+        true => Algorithm::ALL.to_vec(),
         false => left,
     };
     Ok(Allowed {
         all_reduce,
-        all_gather: or_all(left("allgather", &Algorithm::MOVES)?),
-        broadcast: or_all(left("broadcast", &Algorithm::MOVES)?),
+        all_gather: or_all(left("allgather")?),
+        broadcast: or_all(left("broadcast")?),
     })
 }
 
@@ -253,6 +249,39 @@ mod tests {
     use super::*;
 
     #[test]
+    fn between_hosts_a_profile_has_few_channels_and_nothing_of_other_algorithms() {
+        let settings = |cuda, least, most| Settings {
+            allowed: allowed(None, None).unwrap(),
+            cuda,
+            overcommit: false,
+            least_channels: least,
+            most_channels: most,
+            initiated: Initiated::Auto,
+        };
+        for (cuda, least, most, channels) in [
+            (true, None, None, NET_CHANNELS),
+            (true, None, Some(2), 2),
+            (true, Some(8), None, 8),
+            (false, None, None, 1),
+            (false, Some(3), None, 3),
+        ] {
+            let profile = settings(cuda, least, most).profile(4, 2, 32);
+            assert_eq!(
+                (profile.hosts, profile.blocks),
+                (2, channels),
+                "{cuda} {least:?} {most:?}"
+            );
+            assert_eq!((profile.lines, profile.two_shot_slot_bytes), (0, 0));
+        }
+        assert_eq!(
+            settings(true, None, None).profile(4, 2, 1).blocks,
+            1,
+            "of a GPU that is nearly full"
+        );
+        assert!(settings(true, None, None).profile(4, 1, 32).lines > 0);
+    }
+
+    #[test]
     fn algorithm_lists_follow_nccls_notation() {
         use Algorithm::{OneShot, Ring, TwoShot};
         for (algo, proto, expected) in [
@@ -269,23 +298,25 @@ mod tests {
         ] {
             assert_eq!(allowed(algo, proto).unwrap().all_reduce, expected, "{algo:?} {proto:?}");
         }
+        let all = Algorithm::ALL.to_vec();
         for (algo, proto, all_gather, broadcast) in [
-            (None, None, vec![OneShot, TwoShot], vec![OneShot, TwoShot]),
-            (Some("ring"), None, vec![OneShot, TwoShot], vec![OneShot, TwoShot]),
-            (
-                Some("ring;allgather:oneshot"),
-                None,
-                vec![OneShot],
-                vec![OneShot, TwoShot],
-            ),
+            (None, None, all.clone(), all.clone()),
+            (Some("ring"), None, vec![Ring], vec![Ring]),
+            (Some("ring;allgather:oneshot"), None, vec![OneShot], vec![Ring]),
             (
                 Some("allgather:^oneshot;broadcast:oneshot,tree"),
                 None,
-                vec![TwoShot],
+                vec![TwoShot, Ring],
                 vec![OneShot],
             ),
-            (Some("allreduce:ring"), Some("simple"), vec![TwoShot], vec![TwoShot]),
-            (None, Some("broadcast:LL"), vec![OneShot, TwoShot], vec![OneShot]),
+            (
+                Some("allreduce:ring"),
+                Some("simple"),
+                vec![TwoShot, Ring],
+                vec![TwoShot, Ring],
+            ),
+            (None, Some("broadcast:LL"), all.clone(), vec![OneShot]),
+            (Some("ring;broadcast:tree"), None, vec![Ring], all.clone()),
         ] {
             let allowed = allowed(algo, proto).unwrap();
             assert_eq!(allowed.all_gather, all_gather, "{algo:?} {proto:?}");

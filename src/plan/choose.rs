@@ -9,9 +9,12 @@ pub const LINE_PAYLOAD_BYTES: u64 = 8;
 
 /// The plan of an all-reduce. An error means that the environment allows no algorithm that fits.
 pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
-    let bytes = call.bytes();
+    let (bytes, allowed) = (call.bytes(), &profile.allowed.all_reduce[..]);
+    if profile.hosts > 1 {
+        return between_hosts(profile, "all-reduce", allowed, bytes);
+    }
     let fits_one_shot = profile.ranks > 1 && bytes.div_ceil(LINE_PAYLOAD_BYTES) <= u64::from(profile.lines);
-    let allows = |algorithm| profile.allowed.all_reduce.contains(&algorithm);
+    let allows = |algorithm| allowed.contains(&algorithm);
     if allows(Algorithm::OneShot) && fits_one_shot {
         if bytes <= profile.one_shot_bytes {
             return Ok(one_shot(profile, bytes, 1, "small message: one hop"));
@@ -21,15 +24,11 @@ pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
         }
     }
     if allows(Algorithm::TwoShot) && profile.ranks > 1 {
-        return Ok(Choice {
-            algorithm: Algorithm::TwoShot,
-            blocks: two_shot_blocks(profile, bytes),
-            threads: profile.threads,
-            reason: match profile.allowed.all_reduce[..] {
-                [Algorithm::TwoShot] => "forced by the environment",
-                _ => "large message: two hops",
-            },
-        });
+        let reason = match allowed {
+            [Algorithm::TwoShot] => "forced by the environment",
+            _ => "large message: two hops",
+        };
+        return Ok(two_shot(profile, bytes, reason));
     }
     if !allows(Algorithm::Ring) && profile.ranks > 1 {
         return Err(Error::usage(format!(
@@ -38,26 +37,19 @@ pub fn choose(profile: &Profile, call: &Call) -> Result<Choice> {
             u64::from(profile.lines) * LINE_PAYLOAD_BYTES
         )));
     }
-    let reason = match (profile.ranks, allows(Algorithm::OneShot)) {
-        (1, _) => "one rank: a copy",
-        (_, false) => "forced by the environment",
-        _ => "large message: bandwidth",
-    };
-    Ok(Choice {
-        algorithm: Algorithm::Ring,
-        blocks: channels(profile, bytes),
-        threads: profile.threads,
-        reason,
-    })
+    Ok(ring(profile, bytes, large(profile, allows(Algorithm::OneShot))))
 }
 
 /// The plan of a collective that moves data without reducing it. `bytes` is what one rank has. A rank alone copies as
 /// the two-shot kernel does.
 pub fn choose_move(profile: &Profile, collective: Collective, bytes: u64) -> Result<Choice> {
     let (allowed, all_bytes) = match collective {
-        Collective::AllGather => (&profile.allowed.all_gather, bytes * u64::from(profile.ranks)),
-        _ => (&profile.allowed.broadcast, bytes),
+        Collective::AllGather => (&profile.allowed.all_gather[..], bytes * u64::from(profile.ranks)),
+        _ => (&profile.allowed.broadcast[..], bytes),
     };
+    if profile.hosts > 1 {
+        return between_hosts(profile, collective.name(), allowed, bytes);
+    }
     let allows = |algorithm| allowed.contains(&algorithm);
     let fits_one_shot = profile.ranks > 1 && bytes.div_ceil(LINE_PAYLOAD_BYTES) <= u64::from(profile.lines);
     if allows(Algorithm::OneShot) && fits_one_shot {
@@ -68,41 +60,73 @@ pub fn choose_move(profile: &Profile, collective: Collective, bytes: u64) -> Res
         if bytes <= profile.one_shot_move_bytes {
             return Ok(one_shot(profile, bytes, sources, "small message: one hop"));
         }
-        if !allows(Algorithm::TwoShot) {
+        if !allows(Algorithm::Ring) && !allows(Algorithm::TwoShot) {
             return Ok(one_shot(profile, bytes, sources, "forced by the environment"));
         }
     }
-    if !allows(Algorithm::TwoShot) && profile.ranks > 1 {
-        return Err(Error::usage(format!(
-            "NCCL_ALGO or NCCL_PROTO allows only OneShot (LL), which takes at most {} bytes of a rank; this {} has {bytes}: \
-             allow TwoShot (Simple) too",
-            u64::from(profile.lines) * LINE_PAYLOAD_BYTES,
-            collective.name()
-        )));
+    let reason = large(profile, allows(Algorithm::OneShot));
+    if allows(Algorithm::TwoShot) || profile.ranks == 1 {
+        return Ok(two_shot(profile, all_bytes, reason));
     }
-    let reason = match (profile.ranks, allows(Algorithm::OneShot)) {
+    if allows(Algorithm::Ring) {
+        return Ok(ring(profile, bytes, reason));
+    }
+    Err(Error::usage(format!(
+        "NCCL_ALGO or NCCL_PROTO allows only OneShot (LL), which takes at most {} bytes of a rank; this {} has {bytes}: \
+         allow TwoShot or Ring (Simple) too",
+        u64::from(profile.lines) * LINE_PAYLOAD_BYTES,
+        collective.name()
+    )))
+}
+
+fn large(profile: &Profile, allows_one_shot: bool) -> &'static str {
+    match (profile.ranks, allows_one_shot) {
         (1, _) => "one rank: a copy",
         (_, false) => "forced by the environment",
         _ => "large message: bandwidth",
-    };
-    Ok(Choice {
-        algorithm: Algorithm::TwoShot,
-        blocks: two_shot_blocks(profile, all_bytes),
+    }
+}
+
+/// The other algorithms need memory that all ranks reach.
+fn between_hosts(profile: &Profile, what: &str, allowed: &[Algorithm], bytes: u64) -> Result<Choice> {
+    if allowed.contains(&Algorithm::Ring) {
+        return Ok(ring(
+            profile,
+            bytes,
+            "several hosts: a ring crosses the network once a host",
+        ));
+    }
+    let named: Vec<&str> = allowed.iter().map(|algorithm| algorithm.name()).collect();
+    Err(Error::usage(format!(
+        "NCCL_ALGO and NCCL_PROTO leave {what} {}, which works within one host, and the ranks are on {} hosts: allow Ring with \
+         Simple, or unset them",
+        named.join(" and "),
+        profile.hosts
+    )))
+}
+
+fn ring(profile: &Profile, bytes: u64, reason: &'static str) -> Choice {
+    let channels = bytes
+        .div_ceil(profile.channel_bytes)
+        .clamp(1, u64::from(profile.blocks)) as u32;
+    Choice {
+        algorithm: Algorithm::Ring,
+        blocks: channels,
         threads: profile.threads,
         reason,
-    })
+    }
 }
 
-fn two_shot_blocks(profile: &Profile, bytes: u64) -> u32 {
-    bytes
+fn two_shot(profile: &Profile, bytes: u64, reason: &'static str) -> Choice {
+    let blocks = bytes
         .div_ceil(profile.two_shot_block_bytes)
-        .clamp(1, u64::from(profile.blocks)) as u32
-}
-
-fn channels(profile: &Profile, bytes: u64) -> u32 {
-    bytes
-        .div_ceil(profile.channel_bytes)
-        .clamp(1, u64::from(profile.blocks)) as u32
+        .clamp(1, u64::from(profile.blocks)) as u32;
+    Choice {
+        algorithm: Algorithm::TwoShot,
+        blocks,
+        threads: profile.threads,
+        reason,
+    }
 }
 
 /// `sources`: ranks whose lines a thread may take to itself; the all-reduce's takes those of all.
@@ -131,10 +155,11 @@ mod tests {
     fn profile() -> Profile {
         Profile {
             ranks: 4,
+            hosts: 1,
             allowed: Allowed {
                 all_reduce: Algorithm::ALL.to_vec(),
-                all_gather: Algorithm::MOVES.to_vec(),
-                broadcast: Algorithm::MOVES.to_vec(),
+                all_gather: Algorithm::ALL.to_vec(),
+                broadcast: Algorithm::ALL.to_vec(),
             },
             blocks: 8,
             channel_bytes: 65536,
@@ -236,6 +261,7 @@ mod tests {
         for collective in MOVES {
             let chosen = |profile: &Profile, bytes| choose_move(profile, collective, bytes).map(|c| c.algorithm);
             assert_eq!(chosen(&only(Algorithm::TwoShot), 1).unwrap(), Algorithm::TwoShot);
+            assert_eq!(chosen(&only(Algorithm::Ring), 1).unwrap(), Algorithm::Ring);
             assert_eq!(chosen(&only(Algorithm::OneShot), 65536).unwrap(), Algorithm::OneShot);
             let refused = chosen(&only(Algorithm::OneShot), 65537).unwrap_err();
             assert!(refused.text.contains(collective.name()), "{refused}");
@@ -243,6 +269,34 @@ mod tests {
                 refused.text.contains("65537") && refused.text.contains("65536"),
                 "{refused}"
             );
+        }
+    }
+
+    #[test]
+    fn between_hosts_there_are_rings_only() {
+        let over_hosts = |profile: Profile| Profile { hosts: 2, ..profile };
+        let all = over_hosts(profile());
+        for count in [1, 1 << 20] {
+            let choice = choose(&all, &call(count)).unwrap();
+            assert_eq!(choice.algorithm, Algorithm::Ring);
+            assert!(choice.reason.contains("several hosts"), "{choice:?}");
+        }
+        for collective in MOVES {
+            assert_eq!(choose_move(&all, collective, 1).unwrap().algorithm, Algorithm::Ring);
+        }
+        for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+            let forced = over_hosts(only(algorithm));
+            let refusals = [
+                choose(&forced, &call(1)).unwrap_err(),
+                choose_move(&forced, MOVES[0], 1).unwrap_err(),
+            ];
+            for refused in refusals {
+                assert!(refused.text.contains(algorithm.name()), "{refused}");
+                assert!(
+                    refused.text.contains("2 hosts") && refused.text.contains("allow Ring"),
+                    "{refused}"
+                );
+            }
         }
     }
 

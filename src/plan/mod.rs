@@ -13,7 +13,7 @@ mod ring;
 pub use choose::choose;
 pub use choose::{choose_move, LINE_PAYLOAD_BYTES};
 pub use program::{Program, Step, StepFlags};
-pub use ring::all_reduce as ring_all_reduce;
+pub use ring::{all_gather as ring_all_gather, all_reduce as ring_all_reduce, broadcast as ring_broadcast};
 
 use crate::request::{DataType, ReduceOp};
 use serde::{Deserialize, Serialize};
@@ -24,14 +24,12 @@ pub enum Algorithm {
     OneShot,
     /// Everyone reduces one part in rank order, or has it, and gives it to everyone through staging.
     TwoShot,
-    /// Reduce-scatter and all-gather around a ring, through slots; all-reduce only.
+    /// Around a ring, through slots; the only one between hosts.
     Ring,
 }
 
 impl Algorithm {
     pub const ALL: [Algorithm; 3] = [Algorithm::OneShot, Algorithm::TwoShot, Algorithm::Ring];
-    /// What all-gather and broadcast have.
-    pub const MOVES: [Algorithm; 2] = [Algorithm::OneShot, Algorithm::TwoShot];
 
     /// The name in `NCCL_ALGO`.
     pub fn name(self) -> &'static str {
@@ -63,12 +61,15 @@ pub struct Allowed {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Profile {
     pub ranks: u32,
+    /// Between hosts there are rings only.
+    pub hosts: u32,
     /// Algorithms that `NCCL_ALGO` and `NCCL_PROTO` allow, by collective.
     pub allowed: Allowed,
-    /// Blocks of any kernel at most; of a ring each is a channel.
+    /// Blocks of any kernel at most; of a ring each is a channel, which has network links of its own between hosts.
     pub blocks: u32,
     /// A channel is worth having from this many bytes.
     pub channel_bytes: u64,
+    /// Of a ring's links, those between hosts too: chunks are cut to it.
     pub slot_bytes: u64,
     pub slots: u32,
     /// Lines of one region of the one-shot area; a line carries 8 bytes.

@@ -1,10 +1,12 @@
 //! The progress checker: runs all ranks' programs with a given number of slots a link, without data.
 //!
 //! It proves for a plan that no rank waits for ever, that nothing is left in a slot at the end, and that every chunk
-//! of every rank's output holds each rank's contribution exactly once and is finished exactly once. Kernels move a
-//! step as a whole (all its slots at once), and so does this.
+//! of every rank's output holds what the collective puts there: of an all-reduce each rank's contribution exactly once,
+//! finished exactly once; of a move the one rank's whose it is. Kernels move a step as a whole (all its slots at once),
+//! and so does this.
 
 use super::{Program, StepFlags};
+use crate::request::Collective;
 use std::collections::{HashMap, VecDeque};
 
 /// A value on its way: how often each rank's input went in, and how often it was finished.
@@ -15,6 +17,7 @@ struct Value {
 }
 
 struct Walk<'a> {
+    collective: Collective,
     programs: &'a [Program],
     slots: usize,
     /// (from, to) -> slots in flight, with the chunk that each carries.
@@ -23,10 +26,11 @@ struct Walk<'a> {
     outputs: Vec<HashMap<u8, Value>>,
 }
 
-/// Checks the programs of all ranks over `iterations` with `slots` slots a link.
-pub fn check(programs: &[Program], slots: u32, iterations: usize) -> Result<(), String> {
+/// Checks the programs of all ranks for a collective over `iterations` with `slots` slots a link.
+pub fn check(collective: Collective, programs: &[Program], slots: u32, iterations: usize) -> Result<(), String> {
     let ranks = programs.len();
     let mut walk = Walk {
+        collective,
         programs,
         slots: slots as usize,
         links: HashMap::new(),
@@ -112,15 +116,33 @@ impl Walk<'_> {
         Ok(true)
     }
 
+    /// What the output's chunk must be.
+    fn expected(&self, chunk: u32) -> Value {
+        let ranks = 0..self.programs.len() as u32;
+        let only = |from: u32| Value {
+            contributions: ranks.clone().map(|rank| u32::from(rank == from)).collect(),
+            finished: 0,
+        };
+        match self.collective {
+            Collective::AllReduce => Value {
+                contributions: vec![1; self.programs.len()],
+                finished: 1,
+            },
+            Collective::AllGather => only(chunk),
+            Collective::Broadcast { root } => only(root as u32),
+        }
+    }
+
     fn check_outputs(&mut self, rank: usize) -> Result<(), String> {
         let outputs = std::mem::take(&mut self.outputs[rank]);
-        let expected = Value {
-            contributions: vec![1; self.programs.len()],
-            finished: 1,
+        let chunks = match self.collective {
+            // A block of every rank, of one chunk.
+            Collective::AllGather => self.programs.len() as u32,
+            _ => self.programs[rank].chunks,
         };
-        for chunk in 0..self.programs[rank].chunks as u8 {
-            match outputs.get(&chunk) {
-                Some(value) if *value == expected => {}
+        for chunk in 0..chunks {
+            match outputs.get(&(chunk as u8)) {
+                Some(value) if *value == self.expected(chunk) => {}
                 other => return Err(format!("rank {rank} ends with chunk {chunk} as {other:?}")),
             }
         }
@@ -130,39 +152,74 @@ impl Walk<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ring_all_reduce;
+    use super::super::{ring_all_gather, ring_all_reduce, ring_broadcast};
     use super::*;
 
-    fn ring(ranks: u32) -> Vec<Program> {
-        (0..ranks).map(|rank| ring_all_reduce(ranks, rank)).collect()
+    /// Ranks in order, and host after host as they come when every other rank is elsewhere.
+    fn orders(ranks: u32) -> [Vec<u32>; 2] {
+        let of = |parity: u32| (0..ranks).filter(move |rank| rank % 2 == parity);
+        [(0..ranks).collect(), of(0).chain(of(1)).collect()]
+    }
+
+    fn ring(collective: Collective, order: &[u32]) -> Vec<Program> {
+        let program = |rank| match collective {
+            Collective::AllReduce => ring_all_reduce(order, rank),
+            Collective::AllGather => ring_all_gather(order, rank),
+            Collective::Broadcast { root } => ring_broadcast(order, rank, root as u32),
+        };
+        (0..order.len() as u32).map(program).collect()
+    }
+
+    fn collectives(ranks: u32) -> impl Iterator<Item = Collective> {
+        let broadcasts = (0..ranks as i32).map(|root| Collective::Broadcast { root });
+        [Collective::AllReduce, Collective::AllGather]
+            .into_iter()
+            .chain(broadcasts)
     }
 
     #[test]
     fn every_program_makes_progress_with_the_slots_it_needs_and_not_with_fewer() {
-        for ranks in 1..=16 {
-            let programs = ring(ranks);
-            let needed = programs[0].slots_needed;
-            for slots in needed..needed + 3 {
-                check(&programs, slots, 3).unwrap_or_else(|error| panic!("{ranks} ranks: {error}"));
-            }
-            if needed > 0 {
-                let stuck = check(&programs, needed - 1, 3).unwrap_err();
-                assert!(stuck.contains("is stuck at step"), "{stuck}");
+        for (ranks, order) in (1..=16).flat_map(|ranks| orders(ranks).map(|order| (ranks, order))) {
+            for collective in collectives(ranks) {
+                let programs = ring(collective, &order);
+                let needed = programs[0].slots_needed;
+                for slots in needed..needed + 3 {
+                    check(collective, &programs, slots, 3)
+                        .unwrap_or_else(|error| panic!("{collective:?} of {ranks} ranks: {error}"));
+                }
+                if needed > 0 {
+                    let stuck = check(collective, &programs, needed - 1, 3).unwrap_err();
+                    assert!(stuck.contains("is stuck at step"), "{stuck}");
+                }
             }
         }
     }
 
     #[test]
     fn the_checker_sees_a_missing_step_a_double_contribution_and_a_wrong_chunk() {
-        let check = |programs: &[Program]| check(programs, 4, 1);
-        let mut programs = ring(4);
+        let ring = |collective| ring(collective, &[0, 1, 2, 3]);
+        let check = |programs: &[Program]| check(Collective::AllReduce, programs, 4, 1);
+        let mut programs = ring(Collective::AllReduce);
         programs[2].steps.pop();
         assert!(check(&programs).is_err());
-        let mut programs = ring(4);
+        let mut programs = ring(Collective::AllReduce);
         programs[1].steps[5].flags = programs[1].steps[5].flags | StepFlags::LOAD;
         assert!(check(&programs).is_err());
-        let mut programs = ring(4);
+        let mut programs = ring(Collective::AllReduce);
         programs[1].steps[2].chunk ^= 1;
         assert!(check(&programs).unwrap_err().contains("expects chunk"));
+    }
+
+    #[test]
+    fn the_checker_sees_a_move_that_reduces_or_leaves_a_block_out() {
+        let ring = |collective| ring(collective, &[0, 1, 2]);
+        let mut programs = ring(Collective::AllGather);
+        programs[1].steps[1].flags = StepFlags::RECV | StepFlags::SEND;
+        let error = super::check(Collective::AllGather, &programs, 4, 1).unwrap_err();
+        assert!(error.contains("rank 1 ends with chunk 0 as None"), "{error}");
+        let root = Collective::Broadcast { root: 1 };
+        let mut programs = ring(root);
+        programs[2].steps[0].flags = programs[2].steps[0].flags | StepFlags::LOAD;
+        assert!(super::check(root, &programs, 4, 1).is_err());
     }
 }

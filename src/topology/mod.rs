@@ -1,3 +1,6 @@
-//! Where a rank is: its host identity and its device.
+//! Where a rank is: its host identity and its device; which ranks are on one host.
 
 pub mod host;
+pub mod hosts;
+
+pub use hosts::Hosts;

@@ -1,8 +1,8 @@
 //! Links between ranks: where the memory lies that a sender writes and a receiver reads.
 //!
 //! Every rank owns an inbox: its one-shot area, the slots of its receive links and the flags that peers write. A path
-//! decides how peers reach it. One path serves a whole communicator:
-//! - `P2p`: all ranks are threads of one process; an inbox is device memory and peers use its address.
+//! decides how peers on its host reach it. One path serves all ranks of a host:
+//! - `P2p`: all of them are threads of one process; an inbox is device memory and peers use its address.
 //! - `P2pShared`: ranks are in several processes; an inbox is device memory that peers elsewhere import.
 //! - `Shm`: an inbox is host memory shared between processes (a memfd), which a GPU sees as pinned memory.
 
@@ -11,11 +11,12 @@ mod inbox;
 mod links;
 #[cfg(test)]
 mod links_tests;
+pub mod net;
 mod shared;
 
 pub use descriptors::Limit;
 pub use inbox::{Geometry, Inbox, PeerInbox, TwoShotGeometry};
-pub use links::{link, Links};
+pub use links::{Linking, Links};
 
 use crate::device::{Device, DeviceKind, Sharing};
 use crate::error::{Error, Result};
@@ -73,11 +74,15 @@ impl Reach {
     }
 }
 
-/// The paths that all ranks of a communicator can use, the one to try first in front, each with the reason; or the
-/// sentence why there is none. Pure: every rank comes to the same answer.
-pub fn choose(reach: &[Reach]) -> Result<Vec<(Path, &'static str)>> {
+/// The paths that all `ranks` of a host can use, the one to try first in front, each with the reason; or the sentence why
+/// there is none. `reach` has every rank of the communicator. Pure: every rank comes to the same answer.
+pub fn choose(ranks: &[u32], reach: &[Reach]) -> Result<Vec<(Path, &'static str)>> {
+    if let [_] = ranks {
+        return Ok(vec![(Path::P2p, "the rank is alone on its host")]);
+    }
+    let reach: Vec<&Reach> = ranks.iter().map(|rank| &reach[*rank as usize]).collect();
     let one_process = reach.iter().all(|r| r.process == reach[0].process);
-    let addresses = |r: &Reach| reach.iter().all(|other| !r.out_of_reach.contains(&other.device));
+    let addresses = |r: &&Reach| reach.iter().all(|other| !r.out_of_reach.contains(&other.device));
     let in_reach = reach.iter().all(addresses);
     let p2p = reach.iter().all(|r| r.p2p);
     if one_process && in_reach && p2p {
@@ -96,7 +101,8 @@ pub fn choose(reach: &[Reach]) -> Result<Vec<(Path, &'static str)>> {
     };
     match reach.iter().position(|r| !r.shm) {
         None => paths.push((Path::Shm, obstacle)),
-        Some(rank) if paths.is_empty() => {
+        Some(place) if paths.is_empty() => {
+            let rank = ranks[place];
             return Err(Error::usage(format!(
                 "no path between the ranks: {obstacle}, and shared memory is disabled by NCCL_SHM_DISABLE on rank {rank}; \
                  the network path on one host is not built yet, so unset one of the two"
@@ -123,7 +129,8 @@ mod tests {
     }
 
     fn paths(reach: &[Reach]) -> Result<Vec<Path>> {
-        choose(reach).map(|paths| paths.into_iter().map(|(path, _)| path).collect())
+        let ranks: Vec<u32> = (0..reach.len() as u32).collect();
+        choose(&ranks, reach).map(|paths| paths.into_iter().map(|(path, _)| path).collect())
     }
 
     #[test]

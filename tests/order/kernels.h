@@ -14,8 +14,18 @@ inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint3
   found("programs.txt lacks a program");
 }
 
-inline Link link_to(Rank& receiver, Rank& sender, uint32_t peer) {
-  return Link{receiver.slots, receiver.tail, sender.head, peer, 0};
+inline Link link_from(World& world, uint32_t sender, uint32_t receiver) {
+  Rank& from = world.rank[sender];
+  Rank& to = world.rank[receiver];
+  if (is_proxied(world, sender)) return Link{from.net_slots, from.net_tail, from.net_head, from.notes, receiver, LINK_PROXY};
+  return Link{to.slots, to.tail, from.head, nullptr, receiver, LINK_MEMORY};
+}
+
+// The same link as its receiver has it.
+inline Link link_to(World& world, uint32_t sender, uint32_t receiver) {
+  Rank& to = world.rank[receiver];
+  if (is_proxied(world, sender)) return Link{to.slots, to.tail, to.net_drained, nullptr, sender, LINK_PROXY};
+  return Link{to.slots, to.tail, world.rank[sender].head, nullptr, sender, LINK_MEMORY};
 }
 
 inline void prepare_program(World& world, uint32_t rank, const Op& op) {
@@ -36,14 +46,32 @@ inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   work.ranks = world.ranks;
   work.chunks = plan.chunks;
   work.steps = static_cast<uint32_t>(plan.steps.size());
-  work.send[0] = link_to(world.rank[plan.send], me, plan.send);
-  work.recv[0] = link_to(me, world.rank[plan.recv], plan.recv);
+  work.send[0] = link_from(world, rank, plan.send);
+  work.recv[0] = link_to(world, plan.recv, rank);
   std::copy(plan.steps.begin(), plan.steps.end(), work.step);
 }
 
 inline void run_program(World& world, uint32_t rank, const Op& op, const Block& block) {
   if (op.floats) program<float, Sum>(block, world.rank[rank].program);
   else program<int32_t, Sum>(block, world.rank[rank].program);
+}
+
+inline void prepare_ring_gather(World& world, uint32_t rank, const Op& op) {
+  prepare_program(world, rank, op);
+  ProgramWork& work = world.rank[rank].program;
+  work.count = work.stride = uint64_t(op.count) * 4;
+}
+
+// The program of rank 0's broadcast stands for every root's.
+inline void prepare_ring_broadcast(World& world, uint32_t rank, const Op& op) {
+  prepare_program(world, rank, op);
+  ProgramWork& work = world.rank[rank].program;
+  work.count = uint64_t(op.count) * 4;
+  work.step[0] = planned_for(op.kernel->name, world.ranks, (rank + world.ranks - op.root) % world.ranks).steps[0];
+}
+
+inline void run_ring_move(World& world, uint32_t rank, const Op&, const Block& block) {
+  program<uint8_t, Sum>(block, world.rank[rank].program);
 }
 
 inline void prepare_one_shot(World& world, uint32_t rank, const Op& op) {
@@ -132,6 +160,8 @@ inline uint32_t of_root(const World&, const Op& op, uint32_t i) { return input_o
 inline const std::vector<Kernel>& kernels() {
   static const std::vector<Kernel> all{
       {"all_reduce", prepare_program, run_program, one_part, sum_of_all, false, false, false},
+      {"ring_gather", prepare_ring_gather, run_ring_move, part_a_rank, gathered, false, false, false},
+      {"ring_broadcast", prepare_ring_broadcast, run_ring_move, one_part, of_root, false, true, false},
       {"two_shot", prepare_two_shot, run_two_shot, one_part, sum_of_all, false, false, true},
       {"two_shot_gather", prepare_two_shot_move, run_two_shot_move, part_a_rank, gathered, false, false, false},
       {"two_shot_broadcast", prepare_two_shot_move, run_two_shot_move, one_part, of_root, false, true, false},

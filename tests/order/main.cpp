@@ -17,6 +17,7 @@ inline uint32_t dropped_site = ~0u;
 #include <sstream>
 #include "kernels.h"
 #include "litmus.h"
+#include "proxy.h"
 
 namespace ossicle::model {
 namespace {
@@ -46,15 +47,21 @@ World make_world(Random& random) {
   const bool clears = random.one_in(3);
   const uint64_t base = random.below(5), epoch = clears ? CLEAR_PERIOD - 1 - random.below(2) : random.below(4);
   const bool reports = random.one_in(2);
+  // Rings of the plan go from each rank to the next.
+  world.proxied = random.one_in(2) ? 0 : random.below(1u << world.ranks);
   for (uint32_t r = 0; r < world.ranks; ++r) {
     Rank& rank = world.rank[r];
     rank.control.report_after_ns = reports ? 1 : 0;
     rank.state.ll_epoch = epoch;
-    for (uint32_t peer = 0; peer < world.ranks; ++peer) rank.control.started[peer] = &world.rank[peer].started;
+    for (uint32_t peer = 0; peer < world.ranks; ++peer) {
+      rank.control.started[peer] = world.proxied ? nullptr : &world.rank[peer].started;
+    }
     for (uint32_t b = 0; b < BLOCKS; ++b) {
       rank.state.sent[0][b] = rank.state.received[0][b] = base;
       rank.state.rounds[b] = base;
-      rank.tail[b * FLAG_STRIDE] = rank.head[b * FLAG_STRIDE] = base;
+      for (uint64_t* counter : {rank.tail, rank.head, rank.net_tail, rank.net_head, rank.net_drained}) {
+        counter[b * FLAG_STRIDE] = base;
+      }
       rank.buffers[b] = memory->add_buffer();
     }
     for (uint32_t c = 0; c < 2 * (world.ranks - 1) * BLOCKS; ++c) {
@@ -110,9 +117,10 @@ void check_fault(const World& world, uint32_t r, const Op& op, uint64_t& known) 
   const uint64_t cause = memory->load(&fault.cause, 4, Kind::RELAXED);
   const uint64_t peer = memory->load(&fault.peer, 4, Kind::RELAXED);
   const uint64_t channel = memory->load(&fault.channel, 4, Kind::RELAXED);
-  // What the peer had started by then: no more than what it has by now.
+  // What the peer had started by then, where that can be seen: no more than what it has by now.
   const uint64_t peer_started = memory->load(&fault.peer_started, 8, Kind::RELAXED);
-  const bool started = peer >= world.ranks || peer_started <= world.rank[peer].started;
+  const bool started = peer >= world.ranks || (world.proxied ? peer_started == STARTED_UNKNOWN
+                                                             : peer_started <= world.rank[peer].started);
   const bool right = started && ordinal + 1 == sequence && ordinal == op.number && waited > 0 && cause == FAULT_LATE &&
                      peer < world.ranks && peer != r && channel < op.blocks;
   if (!right) found("a fault record with wrong contents");
@@ -124,6 +132,19 @@ class Host {
   Host(World& world, uint32_t rank) : world_(world), r_(rank), me_(world.rank[rank]) {}
 
   void run() {
+    operate();
+    ++world_.ended;
+  }
+
+  // Nobody writes to an aborted rank's buffers.
+  void check_taken_over() const {
+    if (taken_over_ && !std::equal(std::begin(me_.output), std::end(me_.output), after_.begin())) {
+      found("an aborted rank's output written");
+    }
+  }
+
+ private:
+  void operate() {
     Agent& host = memory->agents[host_of(r_)];
     for (const Op& op : world_.ops) {
       Random& random = memory->schedule.random;
@@ -152,14 +173,6 @@ class Host {
     }
   }
 
-  // Nobody writes to an aborted rank's buffers.
-  void check_taken_over() const {
-    if (taken_over_ && !std::equal(std::begin(me_.output), std::end(me_.output), after_.begin())) {
-      found("an aborted rank's output written");
-    }
-  }
-
- private:
   void await(const Op& op, Agent& host, bool completed) {
     while (memory->load(&me_.control.left, 8, Kind::ORDERED) <= op.number) {
       check_fault(world_, r_, op, fault_);
@@ -305,6 +318,16 @@ void run(uint64_t number) {
   for (uint32_t r = 0; r < world.ranks; ++r) {
     model.agents[host_of(r)].rank = r;
     model.schedule.start(host_of(r), [&hosts, r] { hosts[r].run(); });
+  }
+  std::vector<Proxy> proxies;
+  for (uint32_t r = 0; r < world.ranks; ++r) proxies.emplace_back(world, r);
+  for (uint32_t r = 0; r < world.ranks; ++r) {
+    if (!is_proxied(world, r)) continue;
+    Agent& agent = model.agents[proxy_of(r)];
+    agent.rank = RANKS + r;
+    agent.buffer = model.add_buffer();
+    agent.buffer->threads = 1;
+    model.schedule.start(proxy_of(r), [&proxies, r] { proxies[r].run(); });
   }
   model.schedule.run();
   for (const Host& host : hosts) host.check_taken_over();

@@ -86,14 +86,18 @@ fn what_is_lent_is_said_with_the_reason() {
     };
     for (said, words) in [
         (
-            lent(Path::P2p, 2, true, Devices::ALL),
+            lent((Path::P2p, 1), 2, true, Devices::ALL),
             "input direct, output direct: all ranks are in one process",
         ),
         (
-            lent(Path::P2p, 2, false, Devices::ALL),
+            lent((Path::P2p, 1), 2, false, Devices::ALL),
             "input staged, output staged: OSSICLE_ZERO_COPY is 0 on a rank",
         ),
-        (lent(Path::Shm, 2, true, Devices::ALL), "not all in one process"),
+        (lent((Path::Shm, 1), 2, true, Devices::ALL), "not all in one process"),
+        (
+            lent((Path::P2p, 2), 2, true, Devices::ALL),
+            "not all in one process on one host",
+        ),
     ] {
         assert!(said.contains(words), "{said}");
     }

@@ -1,0 +1,184 @@
+//! What goes between hosts, and who drives it: `NCCL_NET` and the switch `NCCL_GPU_INITIATED`.
+
+use crate::environment::{choice, switch};
+use crate::error::{Error, Result};
+use crate::info;
+use crate::sys::verbs;
+use serde::{Deserialize, Serialize};
+
+/// What `NCCL_NET` names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Net {
+    Ib,
+    Socket,
+    Hca,
+}
+
+impl Net {
+    /// What this rank asks for, if anything. What is asked for by name must be there, although ranks of one host do not
+    /// use it.
+    pub(super) fn read() -> Result<Option<Net>> {
+        let net = choice(
+            "NCCL_NET",
+            &[("IB", Net::Ib), ("Socket", Net::Socket), ("HCA", Net::Hca)],
+        )?;
+        match net {
+            Some(Net::Ib) => check_ib()?,
+            Some(Net::Hca) => {
+                return Err(Error::usage(
+                    "NCCL_NET is HCA, which is not built yet in this version of Ossicle: unset NCCL_NET, or set it to Socket",
+                ))
+            }
+            Some(Net::Socket) | None => {}
+        }
+        Ok(net)
+    }
+}
+
+impl Net {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Net::Ib => "RDMA",
+            Net::Socket => "TCP sockets",
+            Net::Hca => "the software HCA",
+        }
+    }
+}
+
+fn check_ib() -> Result<()> {
+    let refused = |why: &str| {
+        Err(Error::usage(format!(
+            "NCCL_NET is IB, but {why}: unset NCCL_NET, or set it to Socket"
+        )))
+    };
+    if switch("NCCL_IB_DISABLE", false) {
+        return refused("NCCL_IB_DISABLE is 1");
+    }
+    match verbs::device_names() {
+        Ok(names) if names.is_empty() => refused("there is no RDMA device"),
+        Ok(names) => {
+            info!(Net, "RDMA devices: {}", names.join(", "));
+            Ok(())
+        }
+        Err(error) => refused(&error.text),
+    }
+}
+
+/// The network between the hosts of a communicator, from what its ranks ask for; an error where it is not built.
+pub(super) fn agree(asked: &[Option<Net>]) -> Result<Net> {
+    match asked.iter().position(|net| *net == Some(Net::Ib)) {
+        None => Ok(Net::Socket),
+        Some(rank) => Err(Error::usage(format!(
+            "NCCL_NET is IB on rank {rank} and the ranks are on several hosts: RDMA between hosts is not built yet in this \
+             version of Ossicle; unset NCCL_NET, or set it to Socket"
+        ))),
+    }
+}
+
+/// The switch: who drives the network. Rank 0's counts for all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Initiated {
+    /// `0`
+    Cpu,
+    /// `1`
+    Gpu,
+    Auto,
+}
+
+impl Initiated {
+    pub(super) fn read() -> Result<Initiated> {
+        let values = [("0", Initiated::Cpu), ("1", Initiated::Gpu), ("auto", Initiated::Auto)];
+        // Both are checked, whichever counts.
+        let nccl = choice("NCCL_GPU_INITIATED", &values)?;
+        let own = choice("OSSICLE_GPU_INITIATED", &values)?;
+        Ok(own.or(nccl).unwrap_or(Initiated::Auto))
+    }
+}
+
+/// Who drives the links between hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Driver {
+    /// The CPU proxy.
+    Proxy,
+}
+
+impl Driver {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Driver::Proxy => "CPU proxy",
+        }
+    }
+}
+
+/// A driver and why it is that one. `fallen_back`: the switch asks for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Driven {
+    pub(super) driver: Driver,
+    pub(super) reason: &'static str,
+    pub(super) fallen_back: bool,
+}
+
+/// The one place where the switch is decided. Pure: every rank comes to the same answer.
+pub(super) fn driver(asked: Initiated, net: Net) -> Driven {
+    let (reason, fallen_back) = match (asked, net) {
+        (Initiated::Cpu, _) => ("NCCL_GPU_INITIATED is 0", false),
+        (Initiated::Gpu, Net::Socket) => (
+            "NCCL_GPU_INITIATED is 1, but no kernel can post to a TCP socket: a CPU thread does, as with 0",
+            true,
+        ),
+        (Initiated::Gpu, Net::Ib | Net::Hca) => (
+            "NCCL_GPU_INITIATED is 1, but kernels do not drive this network in this version of Ossicle: a CPU thread does, as \
+             with 0",
+            true,
+        ),
+        (Initiated::Auto, _) => ("no kernel can drive this network", false),
+    };
+    Driven {
+        driver: Driver::Proxy,
+        reason,
+        fallen_back,
+    }
+}
+
+/// What goes between hosts and who drives it, of a communicator whose ranks have this process's environment.
+pub fn between_hosts() -> Result<String> {
+    let net = agree(&[Net::read()?])?;
+    let Driven { driver, reason, .. } = driver(Initiated::read()?, net);
+    Ok(format!("{}, driven by the {} ({reason})", net.name(), driver.name()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_switch_falls_back_with_a_reason_that_names_it() {
+        for (asked, fallen_back) in [
+            (Initiated::Cpu, false),
+            (Initiated::Auto, false),
+            (Initiated::Gpu, true),
+        ] {
+            let driven = driver(asked, Net::Socket);
+            assert_eq!(
+                (driven.driver, driven.fallen_back),
+                (Driver::Proxy, fallen_back),
+                "{asked:?}"
+            );
+            assert_eq!(
+                driven.reason.contains("NCCL_GPU_INITIATED is 1"),
+                fallen_back,
+                "{asked:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_network_that_is_not_built_is_refused_with_the_rank_that_asks_for_it() {
+        assert_eq!(agree(&[None, Some(Net::Socket)]), Ok(Net::Socket));
+        let error = agree(&[None, Some(Net::Ib)]).unwrap_err();
+        assert!(
+            error.text.contains("IB on rank 1") && error.text.contains("Socket"),
+            "{error}"
+        );
+    }
+}
