@@ -202,7 +202,13 @@ impl Pair {
 
     #[track_caller]
     fn assert_nothing_left(&self) {
-        settle(|| self.mapped_and_opened() == [(0, 0); 2]);
+        // A thread of `beat` unmaps first, then gives addresses back.
+        let pairs = [
+            (c"cuMemAddressReserve", c"cuMemAddressFree"),
+            (c"cuMemHostRegister", c"cuMemHostUnregister"),
+        ];
+        let paired = |fake: &&Fake| pairs.iter().all(|(take, give)| fake.count(take) == fake.count(give));
+        settle(|| self.mapped_and_opened() == [(0, 0); 2] && self.fakes().iter().all(paired));
         assert_eq!(self.mapped_and_opened(), [(0, 0); 2]);
         for fake in self.fakes() {
             assert_eq!(fake.count(c"cuMemAddressReserve"), fake.count(c"cuMemAddressFree"));
