@@ -64,6 +64,7 @@ struct State {
   uint64_t fault_claim;  // ordinal + 1 of the last operation that reported
   uint32_t arrivals;     // blocks of the running kernel that finished
   uint32_t stopped;      // a wait of this rank was stopped: what comes behind it touches no peer
+  uint64_t cleared;      // ordinal + 1 of the last operation whose blocks may touch what peers lend
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far
@@ -191,7 +192,7 @@ struct TwoShotWork {
 
 static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
 static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, borrowing) == 208, "Control");
-static_assert(sizeof(State) == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
+static_assert(sizeof(State) == 40 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 40 && sizeof(SlotNote) == 16 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link and its parts");
 static_assert(sizeof(ProgramWork) == 88 + 2 * MAX_LINKS * 40 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");

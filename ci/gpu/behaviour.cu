@@ -353,6 +353,67 @@ static void abort_of_a_waiting_rank(size_t count) {
   cudaFree(a);
 }
 
+// Ranks of a process lend each other their buffers. Rank 0 is aborted while large operations are under way, eager or as
+// replays: from then on its buffer is its user's, whatever rank 1's kernels do until they are aborted too.
+static void abort_of_a_lender(unsigned delay_us, bool replayed) {
+  current = replayed ? "abort of a lender in replays" : "abort of a lender";
+  const size_t count = 1 << 24;
+  const int operations = 12;
+  Cluster two(2);
+  float* buffers[2] = {device<float>(count), device<float>(count)};
+  cudaGraphExec_t graphs[2] = {nullptr, nullptr};
+  auto one = [&](int rank) { return ncclAllReduce(buffers[rank], buffers[rank], count, ncclFloat, ncclSum, two.comms[rank], two.streams[rank]); };
+  for (int rank = 0; replayed && rank < 2; rank++) {
+    cudaGraph_t graph;
+    cuda(cudaStreamBeginCapture(two.streams[rank], cudaStreamCaptureModeThreadLocal), "capture");
+    check(one(rank) == ncclSuccess, "captured");
+    cuda(cudaStreamEndCapture(two.streams[rank], &graph), "end of the capture");
+    cuda(cudaGraphInstantiate(&graphs[rank], graph, 0), "instantiate");
+    cuda(cudaGraphDestroy(graph), "graph");
+  }
+  for (int i = 0; i < operations; i++) {
+    for (int rank = 0; rank < 2; rank++) {
+      if (replayed) cuda(cudaGraphLaunch(graphs[rank], two.streams[rank]), "replay");
+      else check(one(rank) == ncclSuccess, "launch");
+    }
+  }
+  usleep(delay_us);
+  const auto begun = std::chrono::steady_clock::now();
+  check(ncclCommAbort(two.comms[0]) == ncclSuccess, "ncclCommAbort");
+  check(std::chrono::steady_clock::now() - begun < std::chrono::seconds(2), "the abort does not wait for its bound");
+  cuda(cudaStreamSynchronize(two.streams[0]), "the stream after the abort");
+  std::vector<float> pattern(count, 12345.0f), found(count);
+  cudaStream_t own;
+  cuda(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), "stream");
+  auto untouched = [&] {
+    cuda(cudaMemcpyAsync(found.data(), buffers[0], count * sizeof(float), cudaMemcpyDeviceToHost, own), "read");
+    cuda(cudaStreamSynchronize(own), "read");
+    return found == pattern;
+  };
+  cuda(cudaMemcpyAsync(buffers[0], pattern.data(), count * sizeof(float), cudaMemcpyHostToDevice, own), "fill");
+  cuda(cudaStreamSynchronize(own), "fill");
+  usleep(5000);
+  check(untouched(), "nobody writes to the aborted rank's buffer");
+  check(ncclCommAbort(two.comms[1]) == ncclSuccess, "abort of the other rank");
+  cuda(cudaStreamSynchronize(two.streams[1]), "the other stream after its abort");
+  check(untouched(), "nor until the other rank's kernels are done");
+  two.comms = {nullptr, nullptr};
+  for (auto graph : graphs) {
+    if (graph) cuda(cudaGraphExecDestroy(graph), "graph");
+  }
+  cuda(cudaStreamDestroy(own), "stream");
+  for (auto buffer : buffers) cudaFree(buffer);
+}
+
+static void aborts_of_lenders() {
+  // An operation takes some 110 us.
+  for (unsigned delay_us : {0u, 90u, 230u, 470u, 800u, 1200u}) {
+    for (bool replayed : {false, true}) abort_of_a_lender(delay_us, replayed);
+  }
+  Cluster next(2);
+  check(next.ok && sums(next, 1 << 20), "a new communicator works");
+}
+
 static void memory_comes_back() {
   current = "memory over many communicators";
   auto cycle = [] {
@@ -481,6 +542,7 @@ int main(int argc, char** argv) {
     beside_a_waiting_kernel();
     abort_of_a_waiting_rank(8);
     abort_of_a_waiting_rank(1 << 20);
+    aborts_of_lenders();
     memory_comes_back();
     two_communicators_at_once();
     the_bits_of_the_host_device();

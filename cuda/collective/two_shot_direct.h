@@ -26,10 +26,11 @@
 // nobody anything and touch nothing of others (State::stopped).
 //
 // An end of a rank that lends (src/launch/lending.rs) tells its peers by their stop words which operations it leaves
-// unfinished, and waits for the kernels that may be using what it lent. A block says that it may (Control::borrowing), then
-// reads its stop word, then touches what is lent; so whoever has not said so stops. A kernel that stops says when it is out
-// (Control::out). On a GPU it stays then until its own rank is aborted, so that its stream does not run past the unfinished
-// operation. All of this the kernel does itself, so that replays of graphs are no different.
+// unfinished, and waits for the kernels that may be using what it lent. The first block says that its kernel may
+// (Control::borrowing), then reads its stop word, then lets all blocks touch what is lent (State::cleared); so whoever has not
+// said so stops. A kernel that stops says when it is out (Control::out). On a GPU it stays then until its own rank is aborted,
+// so that its stream does not run past the unfinished operation. All of this the kernel does itself, so that replays of
+// graphs are no different.
 #pragma once
 #include "two_shot.h"
 
@@ -189,16 +190,30 @@ template <typename T, typename Op> struct Direct {
     if (begins && block.thread == block.threads - 1) {
       borrowed.input[work.rank] = work.input;
       borrowed.output[work.rank] = work.output;
-      ok = may_borrow() && ok;
+      ok = may_borrow(block) && ok;
     }
     return ok;
   }
 
-  // One thread of a block, before it touches what peers lend.
-  OSSICLE_DEVICE bool may_borrow() const {
-    store_word(&work.control->borrowing, work.state->ordinal + 1);
-    order_before_loads<Site::DIRECT_BORROWING>();
-    return !told_to_stop(work.control, work.state, true);
+  // One thread of a block, before it touches what peers lend. The first block asks for all of them: the host's words cost a
+  // GPU about 1 us, one block after another. Its answer orders nothing: what was loaded from a buffer before it came was
+  // still lent then, and stores are never early.
+  OSSICLE_DEVICE bool may_borrow(const Block& block) const {
+    State* state = work.state;
+    const uint64_t number = state->ordinal + 1;
+    if (block.index == 0) {
+      store_word(&work.control->borrowing, number);
+      order_before_loads<Site::DIRECT_BORROWING>();
+      if (told_to_stop(work.control, state, true)) return false;
+      store_word(&state->cleared, number);
+      return true;
+    }
+    Wait wait = Wait::for_peer(work.control, state, work.rank, block.index, 0, true);
+    wait.reported = true;  // if the first block is held up, it is by a peer, and says so
+    while (load_word(&state->cleared) < number) {
+      if (!wait.again()) return false;
+    }
+    return true;
   }
 
   // What `source` lends `owner`: addresses of its input and its output, in the line of the scatter counter.

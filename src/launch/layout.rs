@@ -53,6 +53,7 @@ pub struct State {
     pub fault_claim: u64,
     pub arrivals: u32,
     pub stopped: u32,
+    pub cleared: u64,
     pub sent: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub received: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub rounds: [u64; MAX_CHANNELS],
@@ -184,7 +185,7 @@ unsafe impl Sync for TwoShotWork {}
 const _: () = {
     assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 256);
     assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80);
-    assert!(size_of::<State>() == 32 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
+    assert!(size_of::<State>() == 40 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 40 && size_of::<SlotNote>() == 16 && size_of::<Step>() == 4);
     assert!(offset_of!(Link, notes) == 24 && offset_of!(Link, kind) == 36);
     assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 40 + MAX_STEPS * 4);
