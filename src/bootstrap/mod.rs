@@ -37,12 +37,12 @@ mod tests;
 mod unique_id;
 mod wire;
 
-pub(crate) use answer::{pair as answer_pair, Answer, NoAnswer, Reply};
+pub(crate) use answer::{pair as answer_pair, NoAnswer, Reply};
 pub use descriptor::Descriptor;
 pub(crate) use handshake::{derive, Caller, CallerStep, DoorKey, DoorStep, Doorman, Refusal, Role, Secret};
 pub(crate) use link::{describe, Link, Listener};
-pub(crate) use session::{network_address, random};
 pub use session::{create_unique_id, Session};
+pub(crate) use session::{network_address, random};
 pub use unique_id::UniqueId;
 
 use std::sync::Arc;

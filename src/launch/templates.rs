@@ -51,7 +51,7 @@ pub(super) struct Reached<'a> {
 }
 
 impl Reached<'_> {
-    fn inbox(&self, peer: u32) -> Result<&PeerInbox> {
+    pub(super) fn inbox(&self, peer: u32) -> Result<&PeerInbox> {
         let inbox = self.inboxes[peer as usize].as_deref();
         inbox.ok_or_else(|| Error::internal(format!("rank {peer} is on another host and has no network link")))
     }
@@ -81,23 +81,14 @@ impl Own {
     /// This rank's programs with their links resolved to addresses.
     pub(super) fn programs(&self, profile: &Profile, ring: &Ring, reached: &Reached) -> Result<Programs> {
         let all_reduce = self.program_work(profile, &ring.all_reduce, reached)?;
-        let with = |program: &Program| {
-            debug_assert!(program.steps.len() <= MAX_STEPS);
-            ProgramWork {
-                chunks: program.chunks,
-                steps: program.steps.len() as u32,
-                step: steps(program),
-                ..all_reduce
-            }
-        };
         let broadcast = |root: u32| plan::ring_broadcast(&ring.order, self.rank, root);
         let mut broadcast_steps = [NO_STEP; MAX_RANKS];
         for (step, root) in broadcast_steps.iter_mut().zip(0..profile.ranks) {
             *step = steps(&broadcast(root))[0];
         }
         Ok(Programs {
-            all_gather: with(&plan::ring_all_gather(&ring.order, self.rank)),
-            broadcast: with(&broadcast(0)),
+            all_gather: with_program(all_reduce, &plan::ring_all_gather(&ring.order, self.rank)),
+            broadcast: with_program(all_reduce, &broadcast(0)),
             broadcast_steps,
             all_reduce,
         })
@@ -212,6 +203,15 @@ impl Own {
             counters,
         }
     }
+}
+
+/// The same links under another program.
+fn with_program(mut work: ProgramWork, program: &Program) -> ProgramWork {
+    debug_assert!(program.steps.len() <= MAX_STEPS);
+    work.chunks = program.chunks;
+    work.steps = program.steps.len() as u32;
+    work.step = steps(program);
+    work
 }
 
 fn steps(program: &Program) -> [Step; MAX_STEPS] {

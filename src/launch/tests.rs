@@ -1,11 +1,12 @@
 //! The kernels of the host device against the exact oracle: every type, operation, algorithm, count, alignment.
 
 use super::clique::Clique;
-use super::connect::{assemble, geometry};
+use super::connect::{assemble, geometry, Parts};
+use super::templates::Ring;
 use super::*;
 use crate::bootstrap::Descriptor;
 use crate::device::host;
-use crate::plan::{Allowed, Program};
+use crate::plan::Allowed;
 use crate::request::{Collective, ReduceOp};
 use crate::transport::{Inbox, Path};
 use half::{bf16, f16};
@@ -13,6 +14,7 @@ use oracle::{Element, Order, Patterns};
 use std::os::fd::BorrowedFd;
 
 mod graphs;
+mod hosts;
 mod moves;
 #[path = "../../tests/oracle/mod.rs"]
 mod oracle;
@@ -20,18 +22,15 @@ mod random;
 mod rig;
 mod streams;
 
-/// Of what `algorithm` does; all-gathers and broadcasts, which have no ring, are then of either kind.
+/// Of what `algorithm` does.
 pub(super) fn profile(ranks: u32, algorithm: Algorithm, channels: u32) -> Profile {
-    let moves = match algorithm {
-        Algorithm::Ring => Algorithm::MOVES.to_vec(),
-        _ => vec![algorithm],
-    };
     Profile {
         ranks,
+        hosts: 1,
         allowed: Allowed {
             all_reduce: vec![algorithm],
-            all_gather: moves.clone(),
-            broadcast: moves,
+            all_gather: vec![algorithm],
+            broadcast: vec![algorithm],
         },
         blocks: channels,
         channel_bytes: 1,
@@ -53,10 +52,8 @@ pub(super) fn cluster(profile: &Profile, path: Path) -> Vec<Engine> {
 }
 
 pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: Path) -> Vec<Engine> {
-    let programs: Vec<Program> = (0..profile.ranks)
-        .map(|rank| plan::ring_all_reduce(profile.ranks, rank))
-        .collect();
-    let geometry = geometry(profile, &programs);
+    let ring = Ring::new((0..profile.ranks).collect());
+    let geometry = geometry(profile, &ring, &ring.order);
     let inboxes: Vec<Inbox> = devices
         .iter()
         .map(|device| Inbox::create(device, path, geometry).unwrap())
@@ -71,17 +68,16 @@ pub(super) fn cluster_on(devices: &[Arc<dyn Device>], profile: &Profile, path: P
                 Inbox::open(&devices[rank], path, inboxes[peer].name(), fd, geometry).unwrap()
             }
         };
-        let opened = (0..inboxes.len()).map(open).collect();
-        let places = vec![String::from("test"); inboxes.len()];
-        assemble(
-            devices[rank].clone(),
-            rank as u32,
-            places,
-            profile.clone(),
-            &programs,
-            opened,
-            clique.clone(),
-        )
+        assemble(Parts {
+            device: devices[rank].clone(),
+            rank: rank as u32,
+            places: vec![String::from("test"); inboxes.len()],
+            profile: profile.clone(),
+            ring: &ring,
+            inboxes: (0..inboxes.len()).map(|peer| Some(open(peer))).collect(),
+            clique: clique.clone(),
+            net: None,
+        })
         .unwrap()
     };
     (0..inboxes.len()).map(engine).collect()
@@ -222,6 +218,7 @@ fn ring_is_exact_for_every_type_operation_and_rank_count() {
         let order = Order::Ring {
             channels: channels as usize,
             slot_bytes: 256,
+            hosts: None,
         };
         check_all_types(&engines, order, &[1, 2, 5, 16, 17, 255, 1000, 5003]);
     }
@@ -237,6 +234,7 @@ fn shared_memory_links_give_the_same_bits() {
             Order::Ring {
                 channels: 2,
                 slot_bytes: 256,
+                hosts: None,
             },
         ),
     ] {
@@ -251,7 +249,7 @@ fn line_flags_survive_their_wrap_and_never_match_what_an_old_epoch_left() {
         let engines = cluster(&profile(3, Algorithm::OneShot, 2), Path::P2p);
         for engine in &engines {
             // SAFETY: no kernel runs; the state is host memory of this device.
-            unsafe { (*engine.program.state).ll_epoch = epoch };
+            unsafe { (*engine.programs.all_reduce.state).ll_epoch = epoch };
         }
         for _ in 0..8 {
             check::<i32>(&engines, Order::Ranks, epoch, &[900, 3]);
@@ -275,7 +273,7 @@ fn lines_of_the_coming_epoch_are_cleared_once_a_period() {
     assert!(engines.iter().all(|engine| stale(engine) > 1000));
     for engine in &engines {
         // SAFETY: no kernel runs; the state is host memory of this device.
-        unsafe { (*engine.program.state).ll_epoch = (1 << 30) - 2 };
+        unsafe { (*engine.programs.all_reduce.state).ll_epoch = (1 << 30) - 2 };
     }
     check::<i32>(&engines, Order::Ranks, 2, &[1]);
     // Three operations of one element ran; two of them cleared, and only their lines are left.

@@ -201,7 +201,10 @@ impl Drop for Hold {
             while let Err(NoAnswer::Late) = answer.wait(Duration::from_secs(1)) {}
         }
         let mut running = RUNNING.get().lock();
-        let Some(found) = running.iter().position(|running| Arc::ptr_eq(&running.shared, &self.shared)) else {
+        let Some(found) = running
+            .iter()
+            .position(|running| Arc::ptr_eq(&running.shared, &self.shared))
+        else {
             return;
         };
         running[found].holds -= 1;
@@ -217,7 +220,7 @@ impl Drop for Hold {
     }
 }
 
-/// Keeps the thread looking at a hold's rings, also beyond the hold's own end.
+/// Keeps the thread looking at a hold's rings. It may outlive the hold, without effect then.
 pub struct Awake(Arc<Needs>);
 
 impl Drop for Awake {

@@ -193,7 +193,10 @@ mod tests {
                 parts.push((geometry.slots_at() + channel * slots * slot_bytes, slots * slot_bytes));
             }
             parts.sort();
-            assert!(parts.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0), "{geometry:?}");
+            assert!(
+                parts.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0),
+                "{geometry:?}"
+            );
             assert_eq!(parts.last().map(|(at, bytes)| at + bytes), Some(geometry.bytes()));
             assert!(geometry.slots_at().is_multiple_of(4096) && geometry.notes().is_multiple_of(128));
         }
@@ -222,7 +225,14 @@ mod tests {
             (64, geometry, 0),
             (0, uneven, 0),
             (0, RingGeometry { slots: 0, ..geometry }, 0),
-            (0, RingGeometry { slots: 9999, ..geometry }, 0),
+            (
+                0,
+                RingGeometry {
+                    slots: 9999,
+                    ..geometry
+                },
+                0,
+            ),
         ] {
             let error = Ring::new(&memory, offset, geometry, channel).err().unwrap();
             assert!(error.text.contains("no ring"), "{error}");

@@ -125,8 +125,10 @@ pub(super) struct Served {
     connections: Vec<Driven>,
     client: Client,
     needs: Arc<Needs>,
-    /// When the hold last had to be looked at for itself.
+    /// When the hold last had to be looked at for itself, or was first found not to need it.
     needed: Option<Instant>,
+    /// It had to be at the last look.
+    was_needed: bool,
     /// Something that a kernel filled is not sent.
     sending: bool,
     drain: Option<Reply<Result<()>>>,
@@ -142,6 +144,7 @@ impl Served {
             client,
             needs,
             needed: None,
+            was_needed: false,
             sending: false,
             drain: None,
             fault: None,
@@ -152,12 +155,13 @@ impl Served {
     fn look(&mut self, now: Instant) -> Option<bool> {
         let called = self.needs.was_called();
         // Before the rings: a kernel that has left by now has published all that it filled, see the module's header.
-        if called || self.needs.awake.load(Ordering::Acquire) > 0 || (self.client.outstanding)() {
+        let need = called || self.needs.awake.load(Ordering::Acquire) > 0 || (self.client.outstanding)();
+        // However long this thread was kept from running meanwhile: what was filled before the need ended is seen now.
+        if need || self.was_needed {
             self.needed = Some(now);
         }
-        let needed = self
-            .needed
-            .is_some_and(|at| now.saturating_duration_since(at) < LINGER);
+        self.was_needed = need;
+        let needed = self.needed.is_some_and(|at| now.saturating_duration_since(at) < LINGER);
         if !(needed || self.sending || self.drain.is_some()) {
             return None;
         }

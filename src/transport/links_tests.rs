@@ -6,6 +6,7 @@ use crate::bootstrap::Cancel;
 use crate::device::cuda::sharing_tests::fake_gpus;
 use crate::device::host;
 use crate::sys::fake::Fake;
+use crate::topology::Hosts;
 use std::cell::Cell;
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -73,10 +74,15 @@ impl Rounds {
 
 /// One rank each: its process and its device. `shm`: whether host memory may be used.
 fn linked(ranks: &[(u128, &Arc<dyn Device>)], shm: bool) -> Vec<Result<Links>> {
-    linked_until(ranks, shm, None)
+    linked_until(ranks, &Hosts::one(ranks.len() as u32), shm, None)
 }
 
-fn linked_until(ranks: &[(u128, &Arc<dyn Device>)], shm: bool, vanishing: Vanishing) -> Vec<Result<Links>> {
+fn linked_until(
+    ranks: &[(u128, &Arc<dyn Device>)],
+    hosts: &Hosts,
+    shm: bool,
+    vanishing: Vanishing,
+) -> Vec<Result<Links>> {
     let reach: Vec<Reach> = ranks
         .iter()
         .map(|(process, device)| Reach {
@@ -93,6 +99,7 @@ fn linked_until(ranks: &[(u128, &Arc<dyn Device>)], shm: bool, vanishing: Vanish
         .enumerate()
         .map(|(rank, (_, device))| {
             let (rounds, reach, device) = (rounds.clone(), reach.clone(), (*device).clone());
+            let hosts = hosts.clone();
             std::thread::spawn(move || {
                 let cancel = Cancel::default();
                 let limit = Limit {
@@ -100,9 +107,17 @@ fn linked_until(ranks: &[(u128, &Arc<dyn Device>)], shm: bool, vanishing: Vanish
                     cancel: &cancel,
                 };
                 let number = Cell::new(0);
-                link(&device, rank, &reach, GEOMETRY, &limit, &|bytes| {
-                    rounds.gather(rank, number.replace(number.get() + 1), bytes, vanishing)
-                })
+                let linking = Linking {
+                    device: &device,
+                    rank: rank as u32,
+                    reach: &reach,
+                    hosts: &hosts,
+                    geometry: GEOMETRY,
+                    net: None,
+                    limit: &limit,
+                    gather: &|bytes| rounds.gather(rank, number.replace(number.get() + 1), bytes, vanishing),
+                };
+                linking.link()
             })
         })
         .collect();
@@ -116,7 +131,6 @@ fn assert_linked(ranks: &[(u128, &Arc<dyn Device>)], path: Path, reason: &str) -
     for link in &links {
         assert_eq!(link.path, path, "{}", link.reason);
         assert!(link.reason.contains(reason), "{}", link.reason);
-        assert_eq!(link.communicator, links[0].communicator);
     }
     for owner in 0..links.len() {
         // Its first and its last part.
@@ -124,18 +138,23 @@ fn assert_linked(ranks: &[(u128, &Arc<dyn Device>)], path: Path, reason: &str) -
         for (number, place) in places.into_iter().enumerate() {
             let value = (2 * owner + number) as u64 + 77;
             // SAFETY: the inbox is host memory in these tests, and its ranks' threads have ended.
-            unsafe { place(&links[owner].inboxes[owner]).cast::<u64>().write(value) };
+            unsafe { place(inbox(&links[owner], owner)).cast::<u64>().write(value) };
             for link in &links {
                 // SAFETY: as above.
-                assert_eq!(unsafe { place(&link.inboxes[owner]).cast::<u64>().read() }, value);
+                assert_eq!(unsafe { place(inbox(link, owner)).cast::<u64>().read() }, value);
             }
         }
     }
     links
 }
 
+/// On one's own host.
+fn inbox(links: &Links, owner: usize) -> &PeerInbox {
+    links.inboxes[owner].as_deref().unwrap()
+}
+
 fn bases(links: &[Links], owner: usize) -> Vec<*mut u8> {
-    links.iter().map(|link| link.inboxes[owner].area()).collect()
+    links.iter().map(|link| inbox(link, owner).area()).collect()
 }
 
 #[test]
@@ -143,13 +162,9 @@ fn host_devices_share_memory_between_processes_and_pointers_within_one() {
     let devices: Vec<_> = (0..4).map(host::open).collect();
     let [a, b, c, d] = &devices[..] else { unreachable!() };
     let reason = "ranks are in several processes";
-    let links = assert_linked(&[(1, a), (1, b), (2, c), (3, d)], Path::Shm, reason);
-    assert_ne!(
-        links[0].communicator,
-        assert_linked(&[(1, a), (2, b)], Path::Shm, reason)[0].communicator
-    );
+    assert_linked(&[(1, a), (1, b), (2, c), (3, d)], Path::Shm, reason);
     let links = assert_linked(&[(1, a), (1, b)], Path::P2p, "all ranks are in one process");
-    assert_eq!(bases(&links, 0), [links[0].inboxes[0].area(); 2]);
+    assert_eq!(bases(&links, 0), [inbox(&links[0], 0).area(); 2]);
 }
 
 /// Two processes with both GPUs each: ranks 0 and 1 in the first, on different GPUs, 2 in the second.
@@ -316,7 +331,7 @@ fn vanishing_ranks() {
         let mut completed = 0;
         for number in 0..6 {
             for after in [false, true] {
-                let outcomes = linked_until(&ranks, true, Some((number % 3, number, after)));
+                let outcomes = linked_until(&ranks, &Hosts::one(3), true, Some((number % 3, number, after)));
                 completed += usize::from(outcomes.iter().all(Result::is_ok));
                 drop(outcomes);
                 if path == "VMM handles" && (number, after) == (1, false) {
@@ -347,14 +362,14 @@ fn a_rank_that_could_not_begin_is_the_cause_and_not_those_that_missed_it() {
         tell_error(Error::system("no memory")),
         tell_error(Error::cuda("no GPU")),
     ];
-    let error = links::hear::<()>(&told).unwrap_err();
+    let error = links::hear::<()>(&[0, 1, 2, 3], &told).unwrap_err();
     assert_eq!(error, Error::system("rank 2: no memory"));
     assert_eq!(
-        links::hear::<()>(&told[..2]).unwrap_err(),
+        links::hear::<()>(&[0, 1], &told).unwrap_err(),
         Error::remote("rank 0: rank 2 is gone")
     );
-    assert_eq!(links::hear::<()>(&told[1..2]), Ok(vec![()]));
-    let error = links::hear::<()>(&[b"?".to_vec()]).unwrap_err();
+    assert_eq!(links::hear::<()>(&[1], &told), Ok(vec![()]));
+    let error = links::hear::<()>(&[0], &[b"?".to_vec()]).unwrap_err();
     assert!(error.text.starts_with("rank 0: what it says"), "{error}");
 }
 

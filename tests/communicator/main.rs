@@ -4,6 +4,7 @@
 //! `waits`.
 
 mod forks;
+mod hosts;
 mod processes;
 mod ranks;
 mod streams;

@@ -98,11 +98,24 @@ pub(crate) fn new_id() -> Id {
 }
 
 pub(crate) fn init(id: Id, ranks: i32, rank: i32, blocking: bool) -> Result<(Comm, Progress)> {
-    let mut raw: RawComm = without_provenance_mut(1);
     let config = Config {
         blocking,
         ..Config::default()
     };
+    init_with(id, ranks, rank, config)
+}
+
+/// A rank of this process that says it is on another host.
+pub(crate) fn init_on(id: Id, ranks: i32, rank: i32, host: &str) -> Result<Comm> {
+    let config = Config {
+        host_id: Some(host.to_owned()),
+        ..Config::default()
+    };
+    init_with(id, ranks, rank, config).map(|(comm, _)| comm)
+}
+
+fn init_with(id: Id, ranks: i32, rank: i32, config: Config) -> Result<(Comm, Progress)> {
+    let mut raw: RawComm = without_provenance_mut(1);
     match comm::init_rank(&mut raw, ranks, vec![id], rank, config) {
         Ok(progress) => Ok((Comm(raw.addr()), progress)),
         Err(error) => {
@@ -154,6 +167,14 @@ pub(crate) fn make(ranks: i32) -> Vec<Comm> {
     let id = new_id();
     threads(&(0..ranks).collect::<Vec<_>>(), move |rank| {
         join(id, ranks, rank).unwrap()
+    })
+}
+
+/// As `make`, with a letter for each rank's host.
+pub(crate) fn make_on(hosts: &'static str) -> Vec<Comm> {
+    let (id, ranks) = (new_id(), hosts.len() as i32);
+    threads(&(0..ranks).collect::<Vec<_>>(), move |rank| {
+        init_on(id, ranks, rank, &hosts[rank as usize..][..1]).unwrap()
     })
 }
 

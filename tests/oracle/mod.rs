@@ -11,8 +11,22 @@ use nccl::request::{DataType, ReduceOp};
 pub enum Order {
     /// In rank order, rounded once at the end: one-shot and two-shot.
     Ranks,
-    /// With the kernel's cut of the data: channels and bytes of a slot.
-    Ring { channels: usize, slot_bytes: usize },
+    /// With the kernel's cut of the data: channels and bytes of a slot. `hosts` says of each rank on which host it is; the
+    /// ring goes from host to host. None: all on one.
+    Ring {
+        channels: usize,
+        slot_bytes: usize,
+        hosts: Option<&'static [usize]>,
+    },
+}
+
+/// The ranks by their positions in a ring over hosts, which come in the order of their first rank.
+fn ring(ranks: usize, hosts: Option<&[usize]>) -> Vec<usize> {
+    let host = |rank: usize| hosts.map_or(0, |hosts| hosts[rank]);
+    let first = |rank: usize| (0..ranks).find(|other| host(*other) == host(rank));
+    let mut order: Vec<usize> = (0..ranks).collect();
+    order.sort_by_key(|rank| (first(*rank), *rank));
+    order
 }
 
 /// An element type with its arithmetic.
@@ -152,16 +166,23 @@ pub fn all_reduce<T: Element>(inputs: &[Vec<T>], op: ReduceOp, order: Order) -> 
         ReduceOp::Avg => T::avg_finish(sum, ranks),
         _ => sum,
     };
+    let positions = match order {
+        Order::Ring { hosts, .. } => ring(ranks, hosts),
+        Order::Ranks => Vec::new(),
+    };
     (0..count)
         .map(|i| match order {
             Order::Ranks => T::narrow(finish(
                 (1..ranks).fold(load(0, i), |sum, rank| reduce(sum, load(rank, i))),
             )),
-            Order::Ring { channels, slot_bytes } => {
+            Order::Ring {
+                channels, slot_bytes, ..
+            } => {
                 let first = chunk_of(i, count, ranks, size_of::<T>(), channels, slot_bytes);
-                let mut carried = T::narrow(load(first, i));
+                let at = |hop: usize| load(positions[(first + hop) % ranks], i);
+                let mut carried = T::narrow(at(0));
                 for hop in 1..ranks {
-                    let sum = reduce(carried.widen(), load((first + hop) % ranks, i));
+                    let sum = reduce(carried.widen(), at(hop));
                     carried = T::narrow(if hop == ranks - 1 { finish(sum) } else { sum });
                 }
                 carried

@@ -65,7 +65,7 @@ fn move_bytes(
         .collect()
 }
 
-fn check_gather(engines: &[Engine], inputs: &[Vec<u8>], shift: usize, in_place: bool) {
+pub(super) fn check_gather(engines: &[Engine], inputs: &[Vec<u8>], shift: usize, in_place: bool) {
     let gathered = move_bytes(engines, Collective::AllGather, inputs, shift, in_place);
     let (ranks, count) = (engines.len(), inputs[0].len());
     assert!(
@@ -74,7 +74,7 @@ fn check_gather(engines: &[Engine], inputs: &[Vec<u8>], shift: usize, in_place: 
     );
 }
 
-fn check_broadcast(engines: &[Engine], root: usize, inputs: &[Vec<u8>], shift: usize, in_place: bool) {
+pub(super) fn check_broadcast(engines: &[Engine], root: usize, inputs: &[Vec<u8>], shift: usize, in_place: bool) {
     let collective = Collective::Broadcast { root: root as i32 };
     let sent = move_bytes(engines, collective, inputs, shift, in_place);
     let (ranks, count) = (engines.len(), inputs[0].len());
@@ -90,7 +90,7 @@ fn random_inputs(patterns: &mut Patterns, ranks: u32, count: usize) -> Vec<Vec<u
 
 #[test]
 fn all_gather_and_broadcast_move_every_byte_between_any_buffers() {
-    for algorithm in Algorithm::MOVES {
+    for algorithm in Algorithm::ALL {
         for ranks in [1, 2, 3, 4, 5, 8, 16] {
             let path = if ranks == 3 { Path::Shm } else { Path::P2p };
             let engines = cluster(&profile(ranks, algorithm, 1 + ranks % 3), path);
@@ -114,13 +114,17 @@ fn moves_and_sums_follow_each_other_in_any_order() {
     let mut patterns = Patterns(17);
     for ranks in [2, 3, 5] {
         for algorithm in Algorithm::ALL {
-            // Sums of any size in lines, or none; moves of both kinds.
+            // Sums of any size in lines, or none; moves as lines and through staging, or around the ring.
             let all = profile(ranks, algorithm, 3);
+            let moves = match algorithm {
+                Algorithm::Ring => vec![Algorithm::Ring],
+                _ => Algorithm::ALL.to_vec(),
+            };
             let engines = cluster(
                 &Profile {
                     allowed: Allowed {
-                        all_gather: Algorithm::MOVES.to_vec(),
-                        broadcast: Algorithm::MOVES.to_vec(),
+                        all_gather: moves.clone(),
+                        broadcast: moves,
                         ..all.allowed
                     },
                     two_shot_block_bytes: 512,
@@ -132,6 +136,7 @@ fn moves_and_sums_follow_each_other_in_any_order() {
                 Algorithm::Ring => Order::Ring {
                     channels: 3,
                     slot_bytes: 256,
+                    hosts: None,
                 },
                 _ => Order::Ranks,
             };
@@ -158,7 +163,7 @@ fn moves_and_sums_follow_each_other_in_any_order() {
 /// Ranks whose buffers are aligned differently move units of different sizes, and still cut the data alike.
 #[test]
 fn ranks_need_not_agree_on_alignment() {
-    for algorithm in Algorithm::MOVES {
+    for algorithm in Algorithm::ALL {
         let engines = cluster(&profile(3, algorithm, 2), Path::P2p);
         for count in [240, 4000] {
             let inputs = random_inputs(&mut Patterns(count as u64), 3, count);
@@ -198,7 +203,7 @@ fn moves_as_lines_survive_the_wrap_of_flags() {
         let engines = cluster(&profile(3, Algorithm::OneShot, 2), Path::P2p);
         for engine in &engines {
             // SAFETY: no kernel runs; the state is host memory of this device.
-            unsafe { (*engine.program.state).ll_epoch = epoch };
+            unsafe { (*engine.programs.all_reduce.state).ll_epoch = epoch };
         }
         for step in 0..12 {
             let inputs = random_inputs(&mut patterns, 3, [900, 3][step % 2]);
@@ -219,7 +224,9 @@ fn a_late_peer_is_reported_by_name_and_a_stop_ends_the_wait() {
     ];
     let of_moves = moves
         .into_iter()
-        .flat_map(|collective| Algorithm::MOVES.map(|algorithm| (collective, algorithm)));
+        .flat_map(|collective| Algorithm::ALL.map(|algorithm| (collective, algorithm)))
+        // The root of a ring waits for nobody while there are free slots.
+        .filter(|pair| *pair != (Collective::Broadcast { root: 0 }, Algorithm::Ring));
     let of_sums = Algorithm::ALL.map(|algorithm| (Collective::AllReduce, algorithm));
     for (collective, algorithm) in of_moves.chain(of_sums) {
         let engines = cluster(&profile(2, algorithm, 1), Path::P2p);

@@ -86,6 +86,7 @@ pub(super) fn ranks(ranks: u32, algorithm: Algorithm, channels: u32) -> Ranks {
             Algorithm::Ring => Order::Ring {
                 channels: channels as usize,
                 slot_bytes: 256,
+                hosts: None,
             },
         },
     }

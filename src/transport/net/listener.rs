@@ -35,7 +35,7 @@ const ANSWER_BYTES: usize = 33;
 /// Where a rank listens, as it tells the others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Name {
-    address: SocketAddr,
+    pub(super) address: SocketAddr,
     /// Random, so that the doors of two communicators of one unique id have different secrets.
     token: [u8; 32],
 }
@@ -145,14 +145,20 @@ fn late(calls: &[Call], door: &Door, timeout: Duration) -> Error {
     for call in calls.iter().filter(|call| !call.is_done()) {
         let trouble = call.last.as_deref().unwrap_or("no answer");
         let (receiver, channel, address) = (call.purpose.receiver, call.purpose.channel, call.address);
-        missing.push(format!("to rank {receiver} at {address}, channel {channel} ({trouble})"));
+        missing.push(format!(
+            "to rank {receiver} at {address}, channel {channel} ({trouble})"
+        ));
     }
     for (_, purpose, _) in door.expected.iter().filter(|(_, _, socket)| socket.is_none()) {
         missing.push(format!("from rank {}, channel {}", purpose.sender, purpose.channel));
     }
     let more = missing.len().saturating_sub(8);
     missing.truncate(8);
-    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let more = if more > 0 {
+        format!(" and {more} more")
+    } else {
+        String::new()
+    };
     Error::system(format!(
         "connections were not made within {} ms: {}{more}; the hosts must reach each other at these addresses \
          (NCCL_SOCKET_IFNAME chooses the interface), on every port",
@@ -182,7 +188,10 @@ fn wait(listener: &bootstrap::Listener, calls: &[Call], door: &Door, deadline: I
     };
     match poll(&mut watched, Some(&limit)) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(Error::system(format!("cannot wait for connections: {}", describe(errno)))),
+        Err(errno) => Err(Error::system(format!(
+            "cannot wait for connections: {}",
+            describe(errno)
+        ))),
     }
 }
 
@@ -402,7 +411,11 @@ impl Guest {
             let Ok(nonce) = bootstrap::random() else {
                 return GuestState::Goes;
             };
-            let free = |key: DoorKey| expected.iter().any(|(door, _, socket)| *door == key && socket.is_none());
+            let free = |key: DoorKey| {
+                expected
+                    .iter()
+                    .any(|(door, _, socket)| *door == key && socket.is_none())
+            };
             let step = self
                 .doorman
                 .handle(&mut self.link.inbox, nonce, |key| free(key).then_some(secret));
