@@ -140,7 +140,7 @@ OSSICLE_DEVICE void store_line(Line* line, const Line& value) {
 #endif
 }
 
-// What this thread wrote so far is visible before any line that it stores from here on.
+// What this thread wrote so far is visible before any line or word that it stores from here on.
 template <Site SITE> OSSICLE_DEVICE void order_before_lines() {
   if (dropped(SITE)) return;
 #if defined(__CUDACC__)

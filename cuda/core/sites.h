@@ -38,6 +38,8 @@ enum class Site : uint32_t {
   LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
   LEAVE_LEFT,         // publish: the launch touches memory no more
   FAULT_SEQUENCE,     // publish: a fault record is complete
+  NET_POST,           // fence: payload and requests are visible before the doorbell
+  NET_COMPLETION,     // consume: a request is done, its blocks may be written
   HCA_DOORBELL,       // consume: work requests were published
   HCA_RECORD,         // consume: more of them were, before their doorbell came
   HCA_PAYLOAD,        // fence: earlier requests' payload is visible before this one's

@@ -14,8 +14,22 @@ inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint3
   found("programs.txt lacks a program");
 }
 
-inline Link link_to(Rank& receiver, Rank& sender, uint32_t peer) {
-  return Link{receiver.slots, receiver.tail, sender.head, nullptr, peer, LINK_MEMORY};
+inline void add_links(World& world, uint32_t rank, const PlannedProgram& plan, ProgramWork& work) {
+  Rank &me = world.rank[rank], &next = world.rank[plan.send], &previous = world.rank[plan.recv];
+  if (me.posts) {
+    work.send[0] = Link{me.sent, nullptr, me.head, {nullptr}, plan.send, LINK_HCA};
+    work.send[0].queues = me.sending;
+    work.posting |= 1;
+  } else {
+    work.send[0] = Link{next.slots, next.tail, me.head, {nullptr}, plan.send, LINK_MEMORY};
+  }
+  if (previous.posts) {
+    work.recv[0] = Link{me.slots, me.tail, nullptr, {nullptr}, plan.recv, LINK_HCA};
+    work.recv[0].queues = me.receiving;
+    work.posting |= 1u << MAX_LINKS;
+  } else {
+    work.recv[0] = Link{me.slots, me.tail, previous.head, {nullptr}, plan.recv, LINK_MEMORY};
+  }
 }
 
 inline void prepare_program(World& world, uint32_t rank, const Op& op) {
@@ -36,8 +50,7 @@ inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   work.ranks = world.ranks;
   work.chunks = plan.chunks;
   work.steps = static_cast<uint32_t>(plan.steps.size());
-  work.send[0] = link_to(world.rank[plan.send], me, plan.send);
-  work.recv[0] = link_to(me, world.rank[plan.recv], plan.recv);
+  add_links(world, rank, plan, work);
   std::copy(plan.steps.begin(), plan.steps.end(), work.step);
 }
 

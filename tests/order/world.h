@@ -1,4 +1,4 @@
-// Ranks with the memory that the library gives them: inboxes, links, counters, control blocks (src/transport/inbox.rs,
+// Ranks with the memory that the library gives them: inboxes, links, counters, control blocks, HCAs (src/transport/inbox.rs,
 // src/launch/connect.rs), small enough that every ring wraps within a few chunks.
 #pragma once
 #include <string>
@@ -7,11 +7,13 @@
 #include "collective/program.h"
 #include "collective/two_shot.h"
 #include "collective/two_shot_move.h"
+#include "hca.h"
 
 namespace ossicle::model {
 
 constexpr uint32_t BLOCKS = 2, THREADS = 4, COUNT = 96, LINES = COUNT / 2;
-constexpr uint32_t AGENTS_A_RANK = 1 + BLOCKS * THREADS;
+constexpr uint32_t AGENTS_A_RANK = 2 + BLOCKS * THREADS;
+static_assert(BLOCKS == HCA_CHANNELS, "queue pairs of every channel");
 constexpr uint32_t RANKS = 4;
 static_assert(RANKS * AGENTS_A_RANK <= MAX_AGENTS, "views are too short");
 
@@ -54,6 +56,7 @@ struct alignas(128) Rank {
   State state;
   uint32_t input[RANKS * COUNT + 4], output[RANKS * COUNT + 4];
   alignas(16) uint8_t slots[BLOCKS * 3 * 128];
+  alignas(16) uint8_t sent[BLOCKS * 3 * 128];  // the sender's own slots, where the link goes through the HCA
   uint64_t tail[BLOCKS * FLAG_STRIDE], head[BLOCKS * FLAG_STRIDE];
   Line area[2 * RANKS * LINES];
   ProgramWork program;
@@ -65,6 +68,11 @@ struct alignas(128) Rank {
   // What happened before the next launch.
   View view;
   Buffer* buffers[BLOCKS];
+  // The link to the next rank goes through the HCA, so both ends post.
+  bool posts;
+  NetQueue sending[BLOCKS], receiving[BLOCKS];
+  Hca hca;
+  Buffer* hca_buffer;
 };
 
 struct World {
@@ -74,6 +82,9 @@ struct World {
   // The last operation lacks a rank and is stopped.
   bool stopped;
   uint32_t absent;
+  // A work request failed: all are stopped.
+  bool failed;
+  uint32_t hosts_done;
   std::unique_ptr<Rank[]> rank;
 };
 
@@ -81,6 +92,7 @@ inline uint32_t host_of(uint32_t rank) { return rank * AGENTS_A_RANK; }
 inline uint32_t agent_of(uint32_t rank, uint32_t block, uint32_t thread) {
   return host_of(rank) + 1 + block * THREADS + thread;
 }
+inline uint32_t engine_of(uint32_t rank) { return host_of(rank) + AGENTS_A_RANK - 1; }
 
 // Rank r's element i of an operation's input; never 0, which fresh memory holds, and small enough for exact sums.
 inline uint32_t input_of(const Op& op, uint32_t rank, uint32_t i) { return 1 + (op.number * 37 + rank * 11 + i * 5) % 97; }
