@@ -9,6 +9,7 @@
 //! transport  the links that a plan's steps use      comm      communicators: life, errors, abort
 //! bootstrap  how ranks find and trust each other    topology  which host and device a rank is on
 //! observe    log, last error                        sys       the only tables of dlopened functions
+//! wire       formats that others define
 //! ```
 
 pub mod abi;
@@ -25,6 +26,7 @@ pub mod request;
 pub mod sys;
 pub mod topology;
 pub mod transport;
+pub mod wire;
 
 // Unit tests share tests/oracle with the integration tests, which call this crate by its name.
 #[cfg(test)]

@@ -7,10 +7,12 @@
 //! - `Shm`: an inbox is host memory shared between processes (a memfd), which a GPU sees as pinned memory.
 
 mod descriptors;
+pub mod hca;
 mod inbox;
 mod links;
 #[cfg(test)]
 mod links_tests;
+pub mod mlx5;
 mod shared;
 
 pub use descriptors::Limit;
