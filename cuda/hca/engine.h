@@ -24,6 +24,9 @@ namespace ossicle::hca {
 // WQEs of one QP in one step, so that no QP keeps others waiting.
 constexpr uint32_t WQES_A_STEP = 32;
 
+// What a step found: something to do, and a WQE that has to wait, so that further steps are needed.
+enum Activity : uint32_t { WORKED = 1, WAITING = 2 };
+
 // What became of a WQE.
 struct Outcome {
   uint8_t syndrome;
@@ -213,7 +216,7 @@ OSSICLE_DEVICE Outcome check_peer(const View& peer, const Qp& target, const Wqe&
   if (region->domain != target.domain) return refused(CHECK_REMOTE_DOMAIN);
   if ((region->access & access) == 0) return refused(CHECK_REMOTE_ACCESS);
   if (!within(*region, address, bytes)) return refused(CHECK_REMOTE_RANGE);
-  uint8_t* memory = peer.memory[rkey >> KEY_PLACE_SHIFT];
+  uint8_t* memory = memory_of(peer, *region);
   if (memory == nullptr) return Outcome::failed(mlx5::REMOTE_OPERATION, CHECK_UNMAPPED);
   remote = memory + (address - region->address);
   return Outcome::done(bytes);
@@ -285,40 +288,40 @@ OSSICLE_DEVICE void leave_queue(Qp& qp, uint32_t blocks) {
 }
 
 // One QP's share of a step. Each WQE reads the state again: a peer may have refused something, or software flushed it.
-OSSICLE_DEVICE bool serve(const Engine& engine, Qp& qp) {
+OSSICLE_DEVICE uint32_t serve(const Engine& engine, Qp& qp) {
   const View& own = engine.view[0];
   const uint32_t before = load_word(&qp.state);
-  if (before != READY_TO_SEND && before != ERROR) return false;
-  bool worked = before == ERROR && flush_receives(own, qp);
+  if (before != READY_TO_SEND && before != ERROR) return 0;
+  uint32_t found = before == ERROR && flush_receives(own, qp) ? WORKED : 0;
   const Outcome rung = look_at_doorbell(own, qp);
   if (!rung.good() && load_word(&qp.state) != ERROR) {
     into_error(qp);
     complete_send(own, qp, 0, rung);
-    worked = true;
+    found |= WORKED;
   }
   for (uint32_t count = 0; count < WQES_A_STEP && qp.consumed != qp.published; ++count) {
     const Wqe wqe = Wqe::read(own.segment + qp.send_ring, qp.send_log_blocks, qp.consumed);
     const bool flushing = load_word(&qp.state) == ERROR;
     const Outcome outcome =
         flushing ? Outcome::failed(mlx5::WR_FLUSH, CHECK_FLUSHED) : carry_out(engine, qp, wqe);
-    if (outcome.wait) break;
+    if (outcome.wait) return found | WAITING;
     if (!outcome.good()) into_error(qp);
     const uint8_t asked = wqe.flags & mlx5::COMPLETE_MASK;
     const bool told = !outcome.good() || asked == mlx5::COMPLETE_ALWAYS || asked == mlx5::COMPLETE_WITH_EVENT;
     if (told && injected(engine, qp, FAULT_DROP_CQE) == nullptr) complete_send(own, qp, wqe.opcode, outcome);
     leave_queue(qp, wqe.blocks());
-    worked = true;
+    found |= WORKED;
   }
-  return worked;
+  return found;
 }
 
-// Serves every QP once; whether there was anything to do.
-OSSICLE_DEVICE bool step(const Engine& engine) {
+// Serves every QP once; the sum of what was found.
+OSSICLE_DEVICE uint32_t step(const Engine& engine) {
   const View& own = engine.view[0];
   Qp* table = qps(own);
-  bool worked = false;
-  for (uint32_t place = 0; place < header(own).qps; ++place) worked |= serve(engine, table[place]);
-  return worked;
+  uint32_t found = 0;
+  for (uint32_t place = 0; place < header(own).qps; ++place) found |= serve(engine, table[place]);
+  return found;
 }
 
 }  // namespace ossicle::hca

@@ -29,6 +29,12 @@ OSSICLE_DEVICE bool within(const Region& region, uint64_t address, uint64_t byte
          bytes <= region.bytes - (address - region.address);
 }
 
+// Where this engine reaches a region; NULL if it does not.
+OSSICLE_DEVICE uint8_t* memory_of(const View& view, const Region& region) {
+  if (region.offset != OUTSIDE) return view.segment + region.offset;
+  return view.outside == nullptr ? nullptr : view.outside[region.key >> KEY_PLACE_SHIFT];
+}
+
 // A ring of blocks, read at offsets that wrap.
 struct Ring {
   const uint8_t* base;
@@ -108,10 +114,10 @@ struct Segments {
   }
 };
 
-// Of a segment that was found good. Local memory is where WQEs name it.
+// Of a segment that was found good.
 OSSICLE_DEVICE uint8_t* local_address(const View& own, const Segment& segment) {
-  const uint32_t place = segment.lkey >> KEY_PLACE_SHIFT;
-  return own.memory[place] + (segment.address - find_region(own, segment.lkey)->address);
+  const Region* region = find_region(own, segment.lkey);
+  return memory_of(own, *region) + (segment.address - region->address);
 }
 
 // What the local side of a WQE comes to.
@@ -125,7 +131,8 @@ OSSICLE_DEVICE uint8_t check_local(const View& own, const Qp& qp, const Segment&
   if (region == nullptr) return CHECK_LOCAL_KEY;
   if (region->domain != qp.domain) return CHECK_LOCAL_DOMAIN;
   if (!within(*region, segment.address, segment.bytes)) return CHECK_LOCAL_RANGE;
-  return written && (region->access & LOCAL_WRITE) == 0 ? CHECK_LOCAL_ACCESS : CHECK_NONE;
+  if (written && (region->access & LOCAL_WRITE) == 0) return CHECK_LOCAL_ACCESS;
+  return memory_of(own, *region) == nullptr ? CHECK_UNMAPPED : CHECK_NONE;
 }
 
 // Checks every segment of a WRITE, READ or atomic before any byte moves.

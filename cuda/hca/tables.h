@@ -76,16 +76,19 @@ struct alignas(128) Cq {
 struct Region {
   uint64_t address;  // as WQEs name it
   uint64_t bytes;
-  uint32_t key;  // 0: none
+  uint64_t offset;  // in the segment, or OUTSIDE
+  uint32_t key;     // 0: none
   uint32_t access;
   uint32_t domain;
   uint32_t pad;
 };
+constexpr uint64_t OUTSIDE = ~0ull;
 
-// An HCA as one engine sees it: its segment, and by a region's place where that memory lies (NULL: out of reach).
+// An HCA as one engine sees it: its segment, and by a region's place where memory outside the segment lies. NULL instead
+// of the latter: out of this engine's reach, which holds for HCAs of other processes.
 struct View {
   uint8_t* segment;
-  uint8_t* const* memory;
+  uint8_t* const* outside;
 };
 
 enum FaultKind : uint32_t { FAULT_SYNDROME = 1, FAULT_DROP_CQE = 2, FAULT_DELAY = 3 };
@@ -141,7 +144,7 @@ static_assert(sizeof(Header) == 128 && offsetof(Header, qp_table) == 24 && offse
 static_assert(sizeof(Qp) == 384 && offsetof(Qp, send_ring) == 8 && offsetof(Qp, send_log_blocks) == 40, "Qp");
 static_assert(offsetof(Qp, timeout_ns) == 72 && offsetof(Qp, seen_doorbell) == 128 && offsetof(Qp, state) == 256, "Qp");
 static_assert(sizeof(Cq) == 256 && offsetof(Cq, log_entries) == 16 && offsetof(Cq, produced) == 128, "Cq");
-static_assert(sizeof(Region) == 32 && offsetof(Region, key) == 16, "Region");
+static_assert(sizeof(Region) == 40 && offsetof(Region, key) == 24, "Region");
 static_assert(sizeof(View) == 16 && sizeof(InjectedFault) == 32 && sizeof(Engine) == 24, "View, InjectedFault, Engine");
 
 }  // namespace ossicle::hca

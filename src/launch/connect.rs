@@ -4,7 +4,7 @@ use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
 use super::net_links::{Crossings, NetLinks, Network, OnFault};
-use super::network::{self, Net};
+use super::network::{self, Driver, Net};
 use super::settings::{self, Settings};
 use super::templates::{Own, Reached, Ring};
 use super::{running, Engine, KernelMemory};
@@ -13,9 +13,10 @@ use crate::device::{Device, DeviceKind, Memory, Placement};
 use crate::environment::switch;
 use crate::error::{Code, Error, Result};
 use crate::info;
+use crate::initiated::{self, Opened};
 use crate::plan::{self, Profile};
 use crate::proxy::RingGeometry;
-use crate::topology::host::HostIdentity;
+use crate::topology::host::{self, HostIdentity};
 use crate::topology::Hosts;
 use crate::transport::net::Listener;
 use crate::transport::{Geometry, Limit, Linking, PeerInbox, Reach, TwoShotGeometry};
@@ -23,7 +24,7 @@ use crate::warning;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,6 +42,8 @@ struct RankInfo {
     reach: Reach,
     settings: Settings,
     net: Option<Net>,
+    /// The software HCA joins hosts that are faked on one.
+    machine: [u8; 32],
     /// Random; rank 0's names the communicator.
     token: u64,
 }
@@ -73,6 +76,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>), host: Op
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
         net,
+        machine: host::machine()?,
         token: u64::from_ne_bytes(token),
     })
 }
@@ -153,20 +157,58 @@ fn budget(
     Ok((profile(blocks), Some(reservation)))
 }
 
-/// What goes over the network and who drives it, said once a communicator where the switch asks for something else.
-fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
+/// Who drives the network and what goes over it, said once a communicator where the switch asks for something else.
+fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver> {
     if hosts.count() == 1 {
-        return Ok(());
+        return Ok(Driver::Proxy);
     }
     let asked: Vec<Option<Net>> = ranks.iter().map(|info| info.net).collect();
-    let net = network::between_hosts(&asked)?;
-    let driven = network::driver(ranks[0].settings.initiated, net);
+    let initiated = ranks[0].settings.initiated;
+    let one_machine = ranks.iter().all(|info| info.machine == ranks[0].machine);
+    let net = network::between_hosts(&asked, initiated, one_machine)?;
+    let driven = network::driver(initiated, net);
     let (hosts, driver, reason) = (hosts.count(), driven.driver.name(), driven.reason);
     match (rank, driven.fallen_back) {
         (0, true) => warning!("{hosts} hosts over {}: {driver} ({reason})", net.name()),
         _ => info!(Net, "rank {rank}: {hosts} hosts over {}: {driver} ({reason})", net.name()),
     }
-    Ok(())
+    Ok(driven.driver)
+}
+
+/// One rank's part in the making of links to other hosts.
+struct Crossing<'a> {
+    device: &'a Arc<dyn Device>,
+    session: &'a Session,
+    crossings: Crossings,
+    geometry: RingGeometry,
+    timeout: Duration,
+    limit: &'a Limit<'a>,
+}
+
+impl Crossing<'_> {
+    /// Links that kernels drive. Collective: ranks without any take part in the gathers.
+    fn initiated(self) -> Result<Option<NetLinks>> {
+        let gather = |payload| self.session.all_gather(payload, self.timeout, self.limit.cancel);
+        let open = || NetLinks::open_initiated(self.device, &self.crossings, self.geometry);
+        let opened = (!self.crossings.is_empty()).then(open).transpose();
+        let name = opened.as_ref().map(|opened| opened.as_ref().map(|opened| opened.name()));
+        // Plain data of strings and numbers always has a JSON form.
+        let told = gather(name.map(|name| serde_json::to_vec(&name).unwrap_or_default()).map_err(Error::clone))?;
+        let heard = told.iter().zip(0..).map(|(bytes, rank): (_, u32)| {
+            serde_json::from_slice(bytes)
+                .map_err(|error| Error::internal(format!("the queues that rank {rank} tells of do not parse: {error}")))
+        });
+        let names: Result<Vec<Option<initiated::Name>>> = heard.collect();
+        let connect = |opened: Option<Opened>| {
+            let names = names?;
+            let links = opened.map(|opened| opened.connect(self.device.as_ref(), &names, self.limit));
+            links.transpose()
+        };
+        let connected = opened.and_then(connect);
+        // Nobody posts before all can take it.
+        gather(connected.as_ref().map(|_| Vec::new()).map_err(Error::clone))?;
+        connected.map(|links| links.map(|links| NetLinks::Initiated(Arc::new(links))))
+    }
 }
 
 impl Engine {
@@ -185,12 +227,12 @@ impl Engine {
         let ranks = parse(payloads)?;
         check(&ranks)?;
         let hosts = Hosts::group(ranks.iter().map(|info| &info.host));
-        say_driver(rank, &ranks, &hosts)?;
+        let driver = choose_driver(rank, &ranks, &hosts)?;
         let (profile, reservation) = budget(session, rank, &ranks, &hosts, timeout, cancel)?;
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
         let ring = Ring::new(hosts.ring());
         let crossings = Crossings::of(rank, &ring.all_reduce[rank as usize], &hosts);
-        let (listener, net) = match crossings.is_empty() {
+        let (listener, net) = match crossings.is_empty() || driver == Driver::Kernel {
             true => (None, None),
             false => Listener::open(session.derive("net")).map(|(listener, name)| (Some(listener), Some(name)))?,
         };
@@ -221,11 +263,25 @@ impl Engine {
             links.reason
         );
         let inboxes: Vec<Arc<PeerInbox>> = links.inboxes.iter().flatten().cloned().collect();
-        let net = listener.map(|listener| {
-            NetLinks::establish(&device, crossings, net_geometry(&profile), listener, &links.net, &limit)
-        });
+        let net = match (driver, listener) {
+            (Driver::Kernel, _) => {
+                let crossing = Crossing {
+                    device: &device,
+                    session,
+                    crossings,
+                    geometry: net_geometry(&profile),
+                    timeout,
+                    limit: &limit,
+                };
+                crossing.initiated()
+            }
+            (Driver::Proxy, Some(listener)) => {
+                NetLinks::establish(&device, crossings, net_geometry(&profile), listener, &links.net, &limit).map(Some)
+            }
+            (Driver::Proxy, None) => Ok(None),
+        };
         let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
-        let assembled = net.transpose().and_then(|net| {
+        let assembled = net.and_then(|net| {
             assemble(Parts {
                 device: device.clone(),
                 rank,
@@ -309,6 +365,7 @@ pub(super) fn assemble(parts: Parts) -> Result<Engine> {
         order: Arc::default(),
         launched,
         faults_seen: AtomicU64::new(0),
+        failure_taken: AtomicBool::new(false),
         reservation: None,
     };
     running::enter(&engine);

@@ -48,7 +48,8 @@ struct Hca {
     header.cq_table = segment.offset(segment.cq);
     header.region_table = segment.offset(segment.region);
     header.bytes = sizeof segment;
-    segment.region[0] = hca::Region{reinterpret_cast<uint64_t>(begin), bytes, HCA_KEY, hca::LOCAL_WRITE | hca::REMOTE_WRITE, 1, 0};
+    segment.region[0] = hca::Region{reinterpret_cast<uint64_t>(begin), bytes, hca::OUTSIDE, HCA_KEY,
+                                    hca::LOCAL_WRITE | hca::REMOTE_WRITE, 1, 0};
     memory[0] = begin;
     view[0] = seen();
     engine = hca::Engine{view, &fault, 1, 0};

@@ -275,7 +275,7 @@ class Host {
 // Beside the kernels, until all hosts are done. What they left in the queues then is nobody's.
 void run_engine(World& world, Rank& rank) {
   while (world.hosts_done < world.ranks) {
-    if (!hca::step(rank.hca.engine)) pause();
+    if ((hca::step(rank.hca.engine) & hca::WORKED) == 0) pause();
   }
 }
 
