@@ -31,7 +31,7 @@ fn play(rank: usize, mut tell: impl FnMut(&str), mut hear: impl FnMut() -> Strin
     let exchange = Exchange::open().unwrap();
     let mine = Card {
         ticket: side.hca.ticket(),
-        address: exchange.address.clone(),
+        address: exchange.address().clone(),
         number: side.qp.number(),
         memory: side.address(0),
         rkey: side.registration.key(),
