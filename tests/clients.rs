@@ -55,21 +55,37 @@ fn passes_in_threads(program: &Path, ranks: usize, settings: Settings) {
 }
 
 fn passes_in_processes(program: &Path, ranks: usize, settings: Settings) {
+    in_processes(program, ranks, |command, _| {
+        command.envs(settings.iter().copied());
+    });
+}
+
+/// A process a rank, with a letter for the host that it says it is on. The outputs, in rank order.
+fn passes_on_hosts(program: &Path, hosts: &str, settings: Settings) -> Vec<Output> {
+    in_processes(program, hosts.len(), |command, rank| {
+        let host = &hosts[rank..][..1];
+        command.env("NCCL_HOSTID", host).envs(settings.iter().copied());
+    })
+}
+
+fn in_processes(program: &Path, ranks: usize, set: impl Fn(&mut Command, usize)) -> Vec<Output> {
     let id = program.with_extension(format!("{ranks}.id"));
     let start = |rank: usize| -> (Command, Child) {
         let mut command = command(program);
         command
             .args(["process", &ranks.to_string(), &rank.to_string()])
-            .arg(&id)
-            .envs(settings.iter().copied());
+            .arg(&id);
+        set(&mut command, rank);
         let child = spawn(&mut command);
         (command, child)
     };
     let started: Vec<(Command, Child)> = (0..ranks).map(start).collect();
-    for (command, child) in started {
-        passes(command, finish(child));
-    }
+    let outputs = started
+        .into_iter()
+        .map(|(command, child)| passes(command, finish(child)))
+        .collect();
     std::fs::remove_file(&id).unwrap();
+    outputs
 }
 
 #[test]
@@ -173,6 +189,7 @@ fn bad_settings_are_refused_by_name() {
             &[("NCCL_NET", "carrier pigeon")],
             &["NCCL_NET is \"carrier pigeon\"", "IB, Socket, HCA"],
         ),
+        (&[("NCCL_NET", "HCA")], &["NCCL_NET is HCA", "not built yet", "Socket"]),
         (
             &[("NCCL_NET", "IB"), ("NCCL_IB_DISABLE", "1")],
             &["NCCL_NET is IB", "NCCL_IB_DISABLE is 1"],
@@ -219,25 +236,43 @@ fn bad_settings_are_refused_by_name() {
 }
 
 #[test]
-fn ranks_on_different_hosts_are_told_both() {
+fn processes_on_several_hosts_reduce_exactly() {
     let program = all_reduce("hosts");
-    let id = program.with_extension("id");
-    let start = |rank: usize| {
-        let mut command = command(&program);
-        command
-            .args(["process", "2", &rank.to_string()])
-            .arg(&id)
-            .env("NCCL_HOSTID", format!("host{rank}"));
-        spawn(&mut command)
+    passes_on_hosts(&program, "ab", &[]);
+    passes_on_hosts(&program, "aabb", &[("NCCL_MIN_NCHANNELS", "3"), ("NCCL_NET", "Socket")]);
+    passes_on_hosts(&program, "abcdabcd", &[("OSSICLE_GPU_INITIATED", "0")]);
+}
+
+#[test]
+fn processes_on_several_hosts_gather_and_broadcast_exactly() {
+    let program = client("moves", "moves_on_hosts");
+    passes_on_hosts(&program, "ab", &[]);
+    passes_on_hosts(
+        &program,
+        "aba",
+        &[("NCCL_MAX_NCHANNELS", "2"), ("NCCL_MIN_NCHANNELS", "2")],
+    );
+}
+
+/// Who drives the network is said by rank 0, once, and at WARN where the switch asks for something else.
+#[test]
+fn the_switch_is_answered_aloud() {
+    let program = all_reduce("switch");
+    let said = |settings: Settings| {
+        let outputs = passes_on_hosts(&program, "ab", settings);
+        outputs
+            .iter()
+            .map(|output| String::from_utf8_lossy(&output.stderr).into_owned())
+            .collect::<Vec<String>>()
     };
-    let started: Vec<Child> = (0..2).map(start).collect();
-    for child in started {
-        let output = finish(child);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success());
-        assert!(
-            text.contains("rank 0 is on host") && text.contains("rank 1 on host"),
-            "{text}"
-        );
-    }
+    let warned = [("NCCL_GPU_INITIATED", "1"), ("NCCL_DEBUG", "WARN")];
+    let [first, second] = &said(&warned)[..] else {
+        panic!("two ranks")
+    };
+    let line = "2 hosts over TCP sockets: CPU proxy (NCCL_GPU_INITIATED is 1, but no kernel can post to a TCP socket";
+    assert_eq!(first.matches(line).count(), 1, "{first}");
+    assert!(!second.contains("CPU proxy"), "{second}");
+    // The project's own name wins.
+    let quiet = said(&[&warned[..], &[("OSSICLE_GPU_INITIATED", "0")]].concat());
+    assert!(quiet.iter().all(|text| !text.contains("CPU proxy")), "{quiet:?}");
 }

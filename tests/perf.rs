@@ -84,6 +84,25 @@ fn ranks_are_spread_over_processes() {
     }
 }
 
+/// Also what is said of it: such figures are none of a network.
+#[test]
+fn ranks_are_spread_over_faked_hosts() {
+    let flags = "-b 4K -e 1M -f 16 -n 2 --ranks 4 --hosts 2 --driver proxy";
+    let report = report(&format!("{flags} --json"));
+    assert_eq!((&report["hosts"], &report["processes"]), (&2.into(), &2.into()));
+    let network = "TCP sockets, driven by the CPU proxy";
+    assert!(
+        report["network"].as_str().is_some_and(|said| said.starts_with(network)),
+        "{report}"
+    );
+    assert_eq!(report["wrong"], 0);
+    let output = run(flags);
+    let table = text(&output.stdout);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(table.contains(&format!("# 2 faked hosts over {network}")), "{table}");
+    assert!(table.contains("OSSICLE_GPU_INITIATED=0, for --driver"), "{table}");
+}
+
 #[test]
 fn the_table_ends_with_the_lines_that_scripts_look_for() {
     let output = run("-b 1K -e 1K -n 1 -c 0 --ranks 1");
@@ -126,6 +145,7 @@ fn a_command_line_that_makes_no_sense_is_refused() {
         "-n 0",
         "-d float16x",
         "--ranks 3 --processes 2",
+        "--ranks 3 --hosts 2",
         "--rank 2",
         "-b 0 -e 8 -f 2",
     ] {

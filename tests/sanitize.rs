@@ -1,8 +1,12 @@
 //! The program that runs under the sanitizers: 8 ranks as threads, every algorithm and path, on the callers' threads and
-//! on streams, with graphs that outlive their communicators and aborts in mid-operation.
+//! on streams, with graphs that outlive their communicators and aborts in mid-operation; and the proxy over loopback.
 //!
 //! It has no test harness, whose locks the sanitizers do not see, and counts for itself.
 
+#[path = "sanitize/proxy.rs"]
+mod proxy;
+
+use nccl::abi::config::Config;
 use nccl::abi::exports as api;
 use nccl::abi::types::{ncclComm_t, ncclUniqueId};
 use nccl::device::host::{Executable, Scheduler, Stream};
@@ -21,14 +25,24 @@ fn unique_id() -> ncclUniqueId {
     id
 }
 
+/// Joins a communicator whose ranks are on so many hosts in turns, as they say.
+fn join(id: ncclUniqueId, ranks: usize, rank: usize, hosts: usize) -> ncclComm_t {
+    let config = Config {
+        host_id: Some((rank % hosts).to_string()),
+        ..Config::default()
+    };
+    let mut comm = null_mut();
+    let bytes = id.internal.map(|byte| byte as u8);
+    let made = nccl::comm::init_rank(&mut comm, ranks as i32, vec![bytes], rank as i32, config);
+    made.expect("a communicator");
+    comm.cast()
+}
+
 /// All ranks reduce every count once; the number of wrong elements of all ranks.
-fn reduce(counts: &'static [usize]) -> usize {
+fn reduce(counts: &'static [usize], hosts: usize) -> usize {
     let id = unique_id();
     let rank = move |rank: usize| {
-        let mut comm = null_mut();
-        // SAFETY: comm is a writable handle.
-        let made = unsafe { api::ncclCommInitRank(&mut comm, RANKS as i32, id, rank as i32) };
-        assert_eq!(made, 0);
+        let comm = join(id, RANKS, rank, hosts);
         let mut wrong = 0;
         for count in counts {
             let mut data: Vec<f32> = (0..*count).map(|i| ((i * 7 + rank * 13) % 101) as f32).collect();
@@ -51,14 +65,9 @@ fn reduce(counts: &'static [usize]) -> usize {
 }
 
 /// Two ranks in threads, with their communicators.
-fn pair<R: Send + 'static>(body: fn(usize, ncclComm_t, Stream) -> R, scheduler: &Scheduler) -> Vec<R> {
+fn pair<R: Send + 'static>(body: fn(usize, ncclComm_t, Stream) -> R, scheduler: &Scheduler, hosts: usize) -> Vec<R> {
     let id = unique_id();
-    let rank = move |rank: usize, stream: Stream| {
-        let mut comm = null_mut();
-        // SAFETY: comm is a writable handle.
-        assert_eq!(unsafe { api::ncclCommInitRank(&mut comm, 2, id, rank as i32) }, 0);
-        body(rank, comm, stream)
-    };
+    let rank = move |rank: usize, stream: Stream| body(rank, join(id, 2, rank, hosts), stream);
     let threads: Vec<_> = (0..2)
         .map(|number| (number, scheduler.stream()))
         .map(|(number, stream)| thread::spawn(move || rank(number, stream)))
@@ -77,7 +86,7 @@ fn add_up(data: &mut [f32], comm: ncclComm_t, stream: &Stream) -> bool {
 }
 
 /// Eager operations and replays of a graph, which is replayed once more when its communicator is gone.
-fn graphs(seed: u64) -> bool {
+fn graphs(seed: u64, hosts: usize) -> bool {
     let scheduler = Scheduler::new(seed).expect("a scheduler");
     let captured = |_: usize, comm: ncclComm_t, stream: Stream| -> (bool, Stream, Executable, Vec<f32>) {
         let mut data = vec![1.0f32; 3000];
@@ -94,7 +103,7 @@ fn graphs(seed: u64) -> bool {
         let ended = unsafe { api::ncclCommDestroy(comm) } == 0;
         (taken && right && ended, stream, graph, data)
     };
-    let ranks = pair(captured, &scheduler);
+    let ranks = pair(captured, &scheduler, hosts);
     for (_, stream, graph, _) in &ranks {
         stream.launch(graph).expect("launched");
     }
@@ -104,7 +113,7 @@ fn graphs(seed: u64) -> bool {
 }
 
 /// Rank 0 is aborted by another thread while its stream runs an operation and holds more.
-fn abort(seed: u64) -> bool {
+fn abort(seed: u64, hosts: usize) -> bool {
     let scheduler = Scheduler::new(seed).expect("a scheduler");
     let aborted = |rank: usize, comm: ncclComm_t, stream: Stream| {
         let mut data = vec![1.0f32; 3000];
@@ -123,7 +132,7 @@ fn abort(seed: u64) -> bool {
         // SAFETY: a live handle.
         rank == 0 || unsafe { api::ncclCommDestroy(comm) } == 0
     };
-    pair(aborted, &scheduler).into_iter().all(|ended| ended)
+    pair(aborted, &scheduler, hosts).into_iter().all(|ended| ended)
 }
 
 /// A communicator on a GPU, asked of a library that was built without device code.
@@ -148,17 +157,24 @@ fn main() {
     std::env::set_var("OSSICLE_DEVICE", "host");
     check(
         "one-shot and two-shot",
-        reduce(&[1, 100, 1000, 5000, 65536, 1, 200_000, 3]) == 0,
+        reduce(&[1, 100, 1000, 5000, 65536, 1, 200_000, 3], 1) == 0,
     );
     std::env::set_var("NCCL_ALGO", "Ring");
-    check("ring alone", reduce(&[1, 10, 1000, 20_000]) == 0);
+    check("ring alone", reduce(&[1, 10, 1000, 20_000], 1) == 0);
     std::env::set_var("NCCL_ALGO", "TwoShot");
-    check("two-shot alone", reduce(&[1, 10, 1000, 20_000]) == 0);
+    check("two-shot alone", reduce(&[1, 10, 1000, 20_000], 1) == 0);
     std::env::set_var("NCCL_ALGO", "OneShot");
-    check("one-shot alone", reduce(&[1, 10, 1000, 16_000]) == 0);
+    check("one-shot alone", reduce(&[1, 10, 1000, 16_000], 1) == 0);
     std::env::remove_var("NCCL_ALGO");
-    check("graphs that outlive a communicator", (0..4).all(graphs));
-    check("aborts in mid-operation", (0..4).all(abort));
+    check("a ring over two hosts", reduce(&[1, 10, 1000, 300_000], 2) == 0);
+    for hosts in [1, 2] {
+        check(
+            "graphs that outlive a communicator",
+            (0..4).all(|seed| graphs(seed, hosts)),
+        );
+        check("aborts in mid-operation", (0..4).all(|seed| abort(seed, hosts)));
+    }
+    check("the proxy between two ranks", (0..4).all(proxy::exchange));
     if cfg!(feature = "host-only") {
         std::env::set_var("OSSICLE_DEVICE", "cuda");
         check("a library without device code says so", says_host_only());

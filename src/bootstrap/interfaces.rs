@@ -1,4 +1,4 @@
-//! Which network interface the bootstrap listens on: `NCCL_SOCKET_IFNAME`, `NCCL_SOCKET_FAMILY`, NCCL's order.
+//! Which network interface the bootstrap and links listen on: `NCCL_SOCKET_IFNAME`, `NCCL_SOCKET_FAMILY`, NCCL's order.
 //!
 //! Choosing is pure; the one unsafe leaf is `list`, around getifaddrs.
 

@@ -18,7 +18,7 @@ use crate::plan::{self, Profile};
 use crate::proxy::RingGeometry;
 use crate::topology::host::{self, HostIdentity};
 use crate::topology::Hosts;
-use crate::transport::net::Listener;
+use crate::transport::net::{self, Listener};
 use crate::transport::{Geometry, Limit, Linking, PeerInbox, Reach, TwoShotGeometry};
 use crate::warning;
 use serde::{Deserialize, Serialize};
@@ -165,12 +165,16 @@ fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver>
     let asked: Vec<Option<Net>> = ranks.iter().map(|info| info.net).collect();
     let initiated = ranks[0].settings.initiated;
     let one_machine = ranks.iter().all(|info| info.machine == ranks[0].machine);
-    let net = network::between_hosts(&asked, initiated, one_machine)?;
+    let net = network::agree(&asked, initiated, one_machine)?;
     let driven = network::driver(initiated, net);
     let (hosts, driver, reason) = (hosts.count(), driven.driver.name(), driven.reason);
     match (rank, driven.fallen_back) {
         (0, true) => warning!("{hosts} hosts over {}: {driver} ({reason})", net.name()),
-        _ => info!(Net, "rank {rank}: {hosts} hosts over {}: {driver} ({reason})", net.name()),
+        _ => info!(
+            Net,
+            "rank {rank}: {hosts} hosts over {}: {driver} ({reason})",
+            net.name()
+        ),
     }
     Ok(driven.driver)
 }
@@ -186,9 +190,34 @@ struct Crossing<'a> {
 }
 
 impl Crossing<'_> {
-    /// Links that kernels drive. Collective: ranks without any take part in the gathers.
+    /// Collective where there are several hosts: whoever waits in vain for a rank that failed learns the cause in a gather.
+    fn cross(
+        self,
+        driver: Driver,
+        listener: Option<Listener>,
+        names: &[Option<net::Name>],
+    ) -> Result<Option<NetLinks>> {
+        match driver {
+            Driver::Proxy => self.proxied(listener, names),
+            Driver::Kernel => self.initiated(),
+        }
+    }
+
+    fn gather(&self, payload: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+        self.session.all_gather(payload, self.timeout, self.limit.cancel)
+    }
+
+    fn proxied(mut self, listener: Option<Listener>, names: &[Option<net::Name>]) -> Result<Option<NetLinks>> {
+        let crossings = std::mem::take(&mut self.crossings);
+        let establish = |listener| NetLinks::establish(self.device, crossings, self.geometry, listener, names, self.limit);
+        let links = listener.map(establish).transpose();
+        let all = self.gather(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
+        links.and_then(|links| all.map(|_| links))
+    }
+
+    /// Ranks without any such link take part in the gathers.
     fn initiated(self) -> Result<Option<NetLinks>> {
-        let gather = |payload| self.session.all_gather(payload, self.timeout, self.limit.cancel);
+        let gather = |payload| self.gather(payload);
         let open = || NetLinks::open_initiated(self.device, &self.crossings, self.geometry);
         let opened = (!self.crossings.is_empty()).then(open).transpose();
         let name = opened.as_ref().map(|opened| opened.as_ref().map(|opened| opened.name()));
@@ -263,22 +292,17 @@ impl Engine {
             links.reason
         );
         let inboxes: Vec<Arc<PeerInbox>> = links.inboxes.iter().flatten().cloned().collect();
-        let net = match (driver, listener) {
-            (Driver::Kernel, _) => {
-                let crossing = Crossing {
-                    device: &device,
-                    session,
-                    crossings,
-                    geometry: net_geometry(&profile),
-                    timeout,
-                    limit: &limit,
-                };
-                crossing.initiated()
-            }
-            (Driver::Proxy, Some(listener)) => {
-                NetLinks::establish(&device, crossings, net_geometry(&profile), listener, &links.net, &limit).map(Some)
-            }
-            (Driver::Proxy, None) => Ok(None),
+        let crossing = Crossing {
+            device: &device,
+            session,
+            crossings,
+            geometry: net_geometry(&profile),
+            timeout,
+            limit: &limit,
+        };
+        let net = match hosts.count() {
+            1 => Ok(None),
+            _ => crossing.cross(driver, listener, &links.net),
         };
         let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
         let assembled = net.and_then(|net| {
@@ -393,7 +417,10 @@ fn set_up(control: &Memory, inboxes: &[Option<Arc<PeerInbox>>]) -> Result<bool> 
 pub(super) fn geometry(profile: &Profile, ring: &Ring, neighbours: &[u32]) -> Geometry {
     let programs = &ring.all_reduce;
     debug_assert!(programs.iter().all(|program| program.slots_needed <= profile.slots));
-    let most = programs.iter().map(|program| program.sends.len().max(program.recvs.len())).max();
+    let most = programs
+        .iter()
+        .map(|program| program.sends.len().max(program.recvs.len()))
+        .max();
     Geometry {
         ranks: profile.ranks as usize,
         lines: profile.lines as usize,

@@ -20,6 +20,7 @@ mod tests;
 
 pub use connect::introduction;
 pub use net_links::OnFault;
+pub use network::between_hosts;
 pub use running::beat;
 
 use crate::device::{self, Device, DeviceKind, Kernel, KernelFamily, Launch, Memory, StreamKey, CALLERS_THREAD_KEY};

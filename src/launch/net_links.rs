@@ -27,8 +27,8 @@ use crate::topology::Hosts;
 use crate::transport::hca;
 use crate::transport::net::{self, Listener, Purpose};
 use crate::transport::Limit;
-use once_cell::sync::OnceCell;
 use crate::wire::mlx5::{syndrome, syndrome_text};
+use parking_lot::Mutex;
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -41,6 +41,7 @@ pub type OnFault = Box<dyn Fn(Error) + Send>;
 const REGION_ALIGNMENT: usize = 4096;
 
 /// The ranks of other hosts that a rank's program sends to and receives from.
+#[derive(Default)]
 pub(super) struct Crossings {
     rank: u32,
     sends: Vec<u32>,
@@ -49,7 +50,13 @@ pub(super) struct Crossings {
 
 impl Crossings {
     pub(super) fn of(rank: u32, program: &Program, hosts: &Hosts) -> Crossings {
-        let elsewhere = |peers: &[u32]| peers.iter().copied().filter(|peer| !hosts.together(rank, *peer)).collect();
+        let elsewhere = |peers: &[u32]| {
+            peers
+                .iter()
+                .copied()
+                .filter(|peer| !hosts.together(rank, *peer))
+                .collect()
+        };
         Crossings {
             rank,
             sends: elsewhere(&program.sends),
@@ -238,11 +245,11 @@ pub(super) enum Network {
     Proxy {
         hold: Hold,
         /// From the first capture on.
-        awake: OnceCell<Awake>,
+        awake: Mutex<Option<Awake>>,
     },
     Hca {
         watch: hca::Watch,
-        awake: OnceCell<hca::Awake>,
+        awake: Mutex<Option<hca::Awake>>,
         links: Arc<Links>,
     },
 }
@@ -265,13 +272,13 @@ impl Network {
                 };
                 Network::Proxy {
                     hold: proxy::serve(device, links.connections, client)?,
-                    awake: OnceCell::new(),
+                    awake: Mutex::default(),
                 }
             }
             // Whose faults kernels find, and `Engine::take_fault`.
             NetLinks::Initiated(links) => Network::Hca {
                 watch: links.watch(outstanding),
-                awake: OnceCell::new(),
+                awake: Mutex::default(),
                 links,
             },
         })
@@ -287,11 +294,18 @@ impl Network {
     fn stay_awake(&self) {
         match self {
             Network::Proxy { hold, awake } => {
-                awake.get_or_init(|| hold.keep_awake());
+                awake.lock().get_or_insert_with(|| hold.keep_awake());
             }
             Network::Hca { links, awake, .. } => {
-                awake.get_or_init(|| links.keep_awake());
+                awake.lock().get_or_insert_with(|| links.keep_awake());
             }
+        }
+    }
+
+    fn let_sleep(&self) {
+        match self {
+            Network::Proxy { awake, .. } => drop(awake.lock().take()),
+            Network::Hca { awake, .. } => drop(awake.lock().take()),
         }
     }
 
@@ -381,6 +395,8 @@ impl Engine {
         /// How often `give_up` is asked.
         const INTERVAL: Duration = Duration::from_millis(100);
         let Some(network) = &self.network else { return Ok(()) };
+        // No replay may be under way any more.
+        network.let_sleep();
         while !network.drain(INTERVAL, cancel)? {
             if let Some(error) = self.failed_request() {
                 return Err(error);

@@ -61,7 +61,7 @@ fn check_ib() -> Result<()> {
 
 /// The network between the hosts of a communicator, from what its ranks ask for; an error where it is not built. The
 /// software HCA joins processes of one machine, whose hosts are faked.
-pub(super) fn between_hosts(asked: &[Option<Net>], initiated: Initiated, one_machine: bool) -> Result<Net> {
+pub(super) fn agree(asked: &[Option<Net>], initiated: Initiated, one_machine: bool) -> Result<Net> {
     let asks = |wanted: Net| asked.iter().position(|net| *net == Some(wanted));
     if let Some(rank) = asks(Net::Ib) {
         return Err(Error::usage(format!(
@@ -162,22 +162,42 @@ pub(super) fn driver(asked: Initiated, net: Net) -> Driven {
     }
 }
 
+/// What goes between hosts and who drives it, of a communicator whose ranks have this process's environment and machine.
+pub fn between_hosts() -> Result<String> {
+    let initiated = Initiated::read()?;
+    let net = agree(&[Net::read()?], initiated, true)?;
+    let Driven { driver, reason, .. } = driver(initiated, net);
+    Ok(format!("{}, driven by the {} ({reason})", net.name(), driver.name()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_switch_falls_back_with_a_reason_that_names_it() {
-        for (asked, fallen_back) in [(Initiated::Cpu, false), (Initiated::Auto, false), (Initiated::Gpu, true)] {
+        for (asked, fallen_back) in [
+            (Initiated::Cpu, false),
+            (Initiated::Auto, false),
+            (Initiated::Gpu, true),
+        ] {
             let driven = driver(asked, Net::Socket);
-            assert_eq!((driven.driver, driven.fallen_back), (Driver::Proxy, fallen_back), "{asked:?}");
-            assert_eq!(driven.reason.contains("NCCL_GPU_INITIATED is 1"), fallen_back, "{asked:?}");
+            assert_eq!(
+                (driven.driver, driven.fallen_back),
+                (Driver::Proxy, fallen_back),
+                "{asked:?}"
+            );
+            assert_eq!(
+                driven.reason.contains("NCCL_GPU_INITIATED is 1"),
+                fallen_back,
+                "{asked:?}"
+            );
         }
     }
 
     #[test]
     fn a_network_that_is_not_built_is_refused_with_the_rank_that_asks_for_it() {
-        let between = |asked: &[Option<Net>]| between_hosts(asked, Initiated::Auto, true);
+        let between = |asked: &[Option<Net>]| agree(asked, Initiated::Auto, true);
         assert_eq!(between(&[None, Some(Net::Socket)]), Ok(Net::Socket));
         let error = between(&[None, Some(Net::Ib)]).unwrap_err();
         assert!(error.text.contains("IB on rank 1") && error.text.contains("Socket"), "{error}");
@@ -188,15 +208,15 @@ mod tests {
         use Initiated::{Auto, Cpu, Gpu};
         let hca = [None, Some(Net::Hca)];
         for initiated in [Auto, Gpu] {
-            assert_eq!(between_hosts(&hca, initiated, true), Ok(Net::Hca));
+            assert_eq!(agree(&hca, initiated, true), Ok(Net::Hca));
             assert_eq!(driver(initiated, Net::Hca).driver, Driver::Kernel);
         }
-        assert_eq!(between_hosts(&[None; 2], Gpu, true), Ok(Net::Hca));
+        assert_eq!(agree(&[None; 2], Gpu, true), Ok(Net::Hca));
         for (asked, initiated, one_machine) in [(None, Auto, true), (None, Gpu, false), (Some(Net::Socket), Gpu, true)] {
-            assert_eq!(between_hosts(&[None, asked], initiated, one_machine), Ok(Net::Socket));
+            assert_eq!(agree(&[None, asked], initiated, one_machine), Ok(Net::Socket));
         }
         let refused = |asked: &[Option<Net>], initiated, one_machine, part: &str| {
-            let error = between_hosts(asked, initiated, one_machine).unwrap_err();
+            let error = agree(asked, initiated, one_machine).unwrap_err();
             assert!(error.text.contains(part), "{error}");
         };
         refused(&hca, Cpu, true, "HCA on rank 1 and NCCL_GPU_INITIATED is 0");

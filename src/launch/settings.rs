@@ -1,7 +1,7 @@
 //! What the environment says about planning and paths, read once a communicator, on every rank; rank 0's is used.
 
-use crate::device::{Device, DeviceKind};
 use super::network::Initiated;
+use crate::device::{Device, DeviceKind};
 use crate::environment::{choice, integer, number, switch, text};
 use crate::error::{Error, Result};
 use crate::launch::layout::{MAX_CHANNELS, MAX_RANKS};
@@ -244,6 +244,39 @@ mod tests {
     use super::*;
 
     #[test]
+    fn between_hosts_a_profile_has_few_channels_and_nothing_of_other_algorithms() {
+        let settings = |cuda, least, most| Settings {
+            allowed: allowed(None, None).unwrap(),
+            cuda,
+            overcommit: false,
+            least_channels: least,
+            most_channels: most,
+            initiated: Initiated::Auto,
+        };
+        for (cuda, least, most, channels) in [
+            (true, None, None, NET_CHANNELS),
+            (true, None, Some(2), 2),
+            (true, Some(8), None, 8),
+            (false, None, None, 1),
+            (false, Some(3), None, 3),
+        ] {
+            let profile = settings(cuda, least, most).profile(4, 2, 32);
+            assert_eq!(
+                (profile.hosts, profile.blocks),
+                (2, channels),
+                "{cuda} {least:?} {most:?}"
+            );
+            assert_eq!((profile.lines, profile.two_shot_slot_bytes), (0, 0));
+        }
+        assert_eq!(
+            settings(true, None, None).profile(4, 2, 1).blocks,
+            1,
+            "of a GPU that is nearly full"
+        );
+        assert!(settings(true, None, None).profile(4, 1, 32).lines > 0);
+    }
+
+    #[test]
     fn algorithm_lists_follow_nccls_notation() {
         use Algorithm::{OneShot, Ring, TwoShot};
         for (algo, proto, expected) in [
@@ -271,7 +304,12 @@ mod tests {
                 vec![TwoShot, Ring],
                 vec![OneShot],
             ),
-            (Some("allreduce:ring"), Some("simple"), vec![TwoShot, Ring], vec![TwoShot, Ring]),
+            (
+                Some("allreduce:ring"),
+                Some("simple"),
+                vec![TwoShot, Ring],
+                vec![TwoShot, Ring],
+            ),
             (None, Some("broadcast:LL"), all.clone(), vec![OneShot]),
             (Some("ring;broadcast:tree"), None, vec![Ring], all.clone()),
         ] {

@@ -90,7 +90,11 @@ fn large(profile: &Profile, allows_one_shot: bool) -> &'static str {
 /// The other algorithms need memory that all ranks reach.
 fn between_hosts(profile: &Profile, what: &str, allowed: &[Algorithm], bytes: u64) -> Result<Choice> {
     if allowed.contains(&Algorithm::Ring) {
-        return Ok(ring(profile, bytes, "several hosts: a ring crosses the network once a host"));
+        return Ok(ring(
+            profile,
+            bytes,
+            "several hosts: a ring crosses the network once a host",
+        ));
     }
     let named: Vec<&str> = allowed.iter().map(|algorithm| algorithm.name()).collect();
     Err(Error::usage(format!(
@@ -257,6 +261,7 @@ mod tests {
         for collective in MOVES {
             let chosen = |profile: &Profile, bytes| choose_move(profile, collective, bytes).map(|c| c.algorithm);
             assert_eq!(chosen(&only(Algorithm::TwoShot), 1).unwrap(), Algorithm::TwoShot);
+            assert_eq!(chosen(&only(Algorithm::Ring), 1).unwrap(), Algorithm::Ring);
             assert_eq!(chosen(&only(Algorithm::OneShot), 65536).unwrap(), Algorithm::OneShot);
             let refused = chosen(&only(Algorithm::OneShot), 65537).unwrap_err();
             assert!(refused.text.contains(collective.name()), "{refused}");
@@ -264,6 +269,34 @@ mod tests {
                 refused.text.contains("65537") && refused.text.contains("65536"),
                 "{refused}"
             );
+        }
+    }
+
+    #[test]
+    fn between_hosts_there_are_rings_only() {
+        let over_hosts = |profile: Profile| Profile { hosts: 2, ..profile };
+        let all = over_hosts(profile());
+        for count in [1, 1 << 20] {
+            let choice = choose(&all, &call(count)).unwrap();
+            assert_eq!(choice.algorithm, Algorithm::Ring);
+            assert!(choice.reason.contains("several hosts"), "{choice:?}");
+        }
+        for collective in MOVES {
+            assert_eq!(choose_move(&all, collective, 1).unwrap().algorithm, Algorithm::Ring);
+        }
+        for algorithm in [Algorithm::OneShot, Algorithm::TwoShot] {
+            let forced = over_hosts(only(algorithm));
+            let refusals = [
+                choose(&forced, &call(1)).unwrap_err(),
+                choose_move(&forced, MOVES[0], 1).unwrap_err(),
+            ];
+            for refused in refusals {
+                assert!(refused.text.contains(algorithm.name()), "{refused}");
+                assert!(
+                    refused.text.contains("2 hosts") && refused.text.contains("allow Ring"),
+                    "{refused}"
+                );
+            }
         }
     }
 

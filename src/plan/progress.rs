@@ -172,7 +172,9 @@ mod tests {
 
     fn collectives(ranks: u32) -> impl Iterator<Item = Collective> {
         let broadcasts = (0..ranks as i32).map(|root| Collective::Broadcast { root });
-        [Collective::AllReduce, Collective::AllGather].into_iter().chain(broadcasts)
+        [Collective::AllReduce, Collective::AllGather]
+            .into_iter()
+            .chain(broadcasts)
     }
 
     #[test]

@@ -19,7 +19,7 @@
 //! 3. something that a kernel filled is not sent, or `drain` was asked for, or
 //! 4. one of the first two held, or `wake` was called, within the last `LINGER`.
 //!
-//! How often is in `pace`: at once, then every 20 us, at most 1 ms apart. While nothing of this holds for any hold, the
+//! How often is in `pace`: again and again at first, then every 20 us, at most 1 ms apart. While nothing of this holds for any hold, the
 //! thread sleeps on a futex without a limit, and costs nothing. Why no kernel then waits for it for ever:
 //!
 //! - A launch raises the client's count and then calls `wake`. Whatever that finds the thread at, it looks at the client

@@ -22,7 +22,7 @@ pub(super) enum Command {
     /// What is removed goes to who asked, so that it is dropped there.
     Remove {
         id: u64,
-        reply: Option<Reply<Box<Served>>>,
+        reply: Option<Reply<Served>>,
     },
     Drain {
         id: u64,
@@ -216,7 +216,7 @@ fn run(shared: &Shared) {
     shared.thread.store(id, Ordering::Release);
     // Naps are shorter than the 50 us that the kernel may add to them. A kernel that refuses makes them longer.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
-    let mut served: Vec<Box<Served>> = Vec::new();
+    let mut served: Vec<Served> = Vec::new();
     if catch_unwind(AssertUnwindSafe(|| serve(shared, &mut served))).is_err() {
         shared.die();
         for served in &mut served {
@@ -226,14 +226,14 @@ fn run(shared: &Shared) {
     }
 }
 
-fn serve(shared: &Shared, served: &mut Vec<Box<Served>>) {
+fn serve(shared: &Shared, served: &mut Vec<Served>) {
     let mut pace = Pace::default();
     loop {
         // Before anything is looked at: what comes later ends the sleep.
         let seen = shared.wake.seen();
         for command in shared.take() {
             match command {
-                Command::Add(more) => served.push(more),
+                Command::Add(more) => served.push(*more),
                 Command::Remove { id, reply } => remove(served, id, reply),
                 Command::Drain { id, reply } => {
                     if let Some(found) = served.iter_mut().find(|served| served.id == id) {
@@ -256,14 +256,13 @@ fn serve(shared: &Shared, served: &mut Vec<Box<Served>>) {
             continue;
         }
         match pace.handle_look(moved, now) {
-            Rest::Pause => std::hint::spin_loop(),
             Rest::Yield => std::thread::yield_now(),
             Rest::Nap(limit) => shared.wake.sleep(seen, Some(limit)),
         }
     }
 }
 
-fn remove(served: &mut Vec<Box<Served>>, id: u64, reply: Option<Reply<Box<Served>>>) {
+fn remove(served: &mut Vec<Served>, id: u64, reply: Option<Reply<Served>>) {
     let Some(found) = served.iter().position(|served| served.id == id) else {
         return;
     };

@@ -20,7 +20,9 @@ impl HostIdentity {
     /// A rank's host: the one that its caller says it is on, else this process's.
     pub fn of_rank(faked: Option<&str>) -> Result<HostIdentity> {
         let name = full_name();
-        let said = faked.map(str::to_owned).or_else(|| crate::environment::text("NCCL_HOSTID"));
+        let said = faked
+            .map(str::to_owned)
+            .or_else(|| crate::environment::text("NCCL_HOSTID"));
         let text = match said {
             Some(id) if !id.is_empty() => format!("NCCL_HOSTID {id}"),
             _ => format!("{name} {}", boot_id()?),

@@ -159,12 +159,7 @@ impl Linking<'_> {
     }
 
     /// One path of every host that is not linked yet. The inboxes of this rank's host, if that is linked now.
-    fn attempt(
-        &self,
-        hosts: &mut [Host],
-        own: usize,
-        net: &mut [Option<net::Name>],
-    ) -> Result<Vec<Arc<PeerInbox>>> {
+    fn attempt(&self, hosts: &mut [Host], own: usize, net: &mut [Option<net::Name>]) -> Result<Vec<Arc<PeerInbox>>> {
         let path = hosts[own].trying();
         let create = |path| {
             self.open_peers(path)?;
@@ -234,12 +229,7 @@ impl Linking<'_> {
     }
 
     /// What could be opened, and whether that is all. `names` are those of the ranks of this host.
-    fn open(
-        &self,
-        path: Path,
-        inbox: &Inbox,
-        names: &[super::inbox::Name],
-    ) -> (Vec<Arc<PeerInbox>>, Result<()>) {
+    fn open(&self, path: Path, inbox: &Inbox, names: &[super::inbox::Name]) -> (Vec<Arc<PeerInbox>>, Result<()>) {
         // Host memory is mapped once for every rank: a mapping is registered with one rank's device.
         let by_address = |peer: u32| path != Path::Shm && self.in_this_process(peer);
         let neighbours = self.hosts.neighbours(self.rank);

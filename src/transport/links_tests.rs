@@ -6,6 +6,7 @@ use crate::bootstrap::Cancel;
 use crate::device::cuda::sharing_tests::fake_gpus;
 use crate::device::host;
 use crate::sys::fake::Fake;
+use crate::topology::host::HostIdentity;
 use crate::topology::Hosts;
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -270,6 +271,74 @@ fn what_one_rank_cannot_do_makes_all_try_the_next_path() {
     settle(|| opened() == 0);
     assert_eq!(opened(), 0, "what others opened is closed");
     drop(links);
+    pair.assert_nothing_left();
+}
+
+/// Ranks 0 and 2 are on one host, in two processes; 1 and 3 on another, in one; 4 is alone.
+#[test]
+fn every_host_has_a_path_of_its_own_and_opens_nothing_of_others() {
+    let devices: Vec<_> = (0..5).map(host::open).collect();
+    let [a, b, c, d, e] = &devices[..] else { unreachable!() };
+    let hosts = [7, 8, 7, 8, 9].map(|digest| HostIdentity {
+        digest: [digest; 32],
+        name: String::from("node"),
+    });
+    let hosts = Hosts::group(&hosts);
+    let ranks = [(1, a), (2, b), (3, c), (2, d), (4, e)];
+    let links: Vec<Links> = linked_until(&ranks, &hosts, true, None)
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    let paths: Vec<Path> = links.iter().map(|links| links.path).collect();
+    assert_eq!(paths, [Path::Shm, Path::P2p, Path::Shm, Path::P2p, Path::P2p]);
+    for (rank, links) in links.iter().enumerate() {
+        for peer in 0..5 {
+            let open = links.inboxes[peer].is_some();
+            assert_eq!(open, hosts.together(rank as u32, peer as u32), "{rank} {peer}");
+        }
+    }
+    assert_eq!(inbox(&links[1], 3).area(), inbox(&links[3], 3).area());
+    // SAFETY: the inbox is host memory in these tests, and its ranks' threads have ended.
+    unsafe { inbox(&links[0], 2).area().write(5) };
+    // SAFETY: as above.
+    assert_eq!(unsafe { inbox(&links[2], 2).area().read() }, 5);
+}
+
+/// A host that has to try again keeps its neighbours waiting, and changes nothing of their links.
+#[test]
+fn a_host_tries_its_next_path_while_another_is_done() {
+    let pair = Pair::start("host_next_path");
+    let (first, second) = (&pair.first.1, &pair.second.1);
+    let alone = host::open(0);
+    let ranks = [(3, &alone), (1, &first[0]), (2, &second[0])];
+    let hosts = [1, 2, 2].map(|digest| HostIdentity {
+        digest: [digest; 32],
+        name: String::from("node"),
+    });
+    pair.fail(1, c"cuMemImportFromShareableHandle");
+    let links: Vec<Links> = linked_until(&ranks, &Hosts::group(&hosts), true, None)
+        .into_iter()
+        .map(Result::unwrap)
+        .collect();
+    let paths: Vec<Path> = links.iter().map(|links| links.path).collect();
+    let ipc = Path::P2pShared(Sharing::Ipc);
+    assert_eq!(paths, [Path::P2p, ipc, ipc]);
+    assert!(
+        links[2].reason.contains("P2P (VMM handles) failed: rank 2"),
+        "{}",
+        links[2].reason
+    );
+    drop(links);
+    pair.assert_nothing_left();
+    // One that has none left ends all, and they say why.
+    pair.fail(0, c"cuIpcGetMemHandle");
+    for outcome in linked_until(&ranks, &Hosts::group(&hosts), false, None) {
+        let error = outcome.err().unwrap();
+        assert!(
+            error.text.contains("rank 1") && error.text.contains("cuIpcGetMemHandle"),
+            "{error}"
+        );
+    }
     pair.assert_nothing_left();
 }
 

@@ -2,6 +2,7 @@
 //! rank. Such a process is this program again, with the role's name in `OSSICLE_TEST_ROLE`.
 
 use crate::forks;
+use crate::hosts;
 use crate::ranks::{
     check_all, code, contribution, init, join, make, new_id, outcome, pause, start, still_works, sum, threads, Id,
     Running, LIMIT, POISON,
@@ -76,7 +77,7 @@ fn role() {
     match std::env::var(ROLE).as_deref() {
         Ok("missing") => missing(),
         Ok("non_blocking") => non_blocking(),
-        Ok("cycles") => cycles(),
+        Ok("cycles") => cycles(cycle),
         Ok("fork") => forks::fork(),
         Ok("fork_beside_idle_threads") => forks::fork_beside_idle_threads(),
         Ok("fork_beside_inits") => forks::fork_beside_inits(),
@@ -87,6 +88,10 @@ fn role() {
         Ok("poor") => poor(),
         Ok("exit") => drop(make(2)),
         Ok("killed") => killed(),
+        Ok("forced_over_hosts") => hosts::forced(),
+        Ok("cycles_over_hosts") => cycles(hosts::cycle),
+        Ok("fork_over_hosts") => hosts::fork(),
+        Ok("killed_over_hosts") => hosts::killed(),
         Ok(unknown) => panic!("no role {unknown}"),
         Err(_) => {}
     }
@@ -122,19 +127,20 @@ fn non_blocking() {
     still_works();
 }
 
-fn cycles() {
-    let cycle = |number: u32| {
-        let comms = make(2);
-        check_all(&comms, 1);
-        for comm in comms {
-            if number.is_multiple_of(3) {
-                comm.abort()
-            } else {
-                comm.destroy()
-            }
-            .unwrap();
+fn cycle(number: u32) {
+    let comms = make(2);
+    check_all(&comms, 1);
+    for comm in comms {
+        if number.is_multiple_of(3) {
+            comm.abort()
+        } else {
+            comm.destroy()
         }
-    };
+        .unwrap();
+    }
+}
+
+fn cycles(cycle: fn(u32)) {
     (0..100).for_each(cycle);
     let before = Holdings::settled();
     let maps = lines("/proc/self/maps");

@@ -14,21 +14,33 @@ inline const PlannedProgram& planned_for(const char* name, uint32_t ranks, uint3
   found("programs.txt lacks a program");
 }
 
+inline Link link_from(World& world, uint32_t sender, uint32_t receiver) {
+  Rank& from = world.rank[sender];
+  Rank& to = world.rank[receiver];
+  if (is_proxied(world, sender)) return Link{from.net_slots, from.net_tail, from.net_head, from.notes, receiver, LINK_PROXY};
+  return Link{to.slots, to.tail, from.head, {nullptr}, receiver, LINK_MEMORY};
+}
+
+// The same link as its receiver has it.
+inline Link link_to(World& world, uint32_t sender, uint32_t receiver) {
+  Rank& to = world.rank[receiver];
+  if (is_proxied(world, sender)) return Link{to.slots, to.tail, to.net_drained, nullptr, sender, LINK_PROXY};
+  return Link{to.slots, to.tail, world.rank[sender].head, nullptr, sender, LINK_MEMORY};
+}
+
 inline void add_links(World& world, uint32_t rank, const PlannedProgram& plan, ProgramWork& work) {
-  Rank &me = world.rank[rank], &next = world.rank[plan.send], &previous = world.rank[plan.recv];
+  Rank& me = world.rank[rank];
+  work.send[0] = link_from(world, rank, plan.send);
+  work.recv[0] = link_to(world, plan.recv, rank);
   if (me.posts) {
     work.send[0] = Link{me.sent, nullptr, me.head, {nullptr}, plan.send, LINK_HCA};
     work.send[0].queues = me.sending;
     work.posting |= 1;
-  } else {
-    work.send[0] = Link{next.slots, next.tail, me.head, {nullptr}, plan.send, LINK_MEMORY};
   }
-  if (previous.posts) {
+  if (world.rank[plan.recv].posts) {
     work.recv[0] = Link{me.slots, me.tail, nullptr, {nullptr}, plan.recv, LINK_HCA};
     work.recv[0].queues = me.receiving;
     work.posting |= 1u << MAX_LINKS;
-  } else {
-    work.recv[0] = Link{me.slots, me.tail, previous.head, {nullptr}, plan.recv, LINK_MEMORY};
   }
 }
 

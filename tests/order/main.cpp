@@ -16,6 +16,7 @@ inline uint32_t dropped_site = ~0u;
 #include <sstream>
 #include "kernels.h"
 #include "litmus.h"
+#include "proxy.h"
 
 namespace ossicle::model {
 namespace {
@@ -40,7 +41,7 @@ void add_hcas(World& world, Random& random) {
   const bool any = random.one_in(2);
   for (uint32_t r = 0; r < world.ranks; ++r) {
     Rank& rank = world.rank[r];
-    rank.posts = any && random.one_in(2);
+    rank.posts = any && !is_proxied(world, r) && random.one_in(2);
     rank.hca.open(reinterpret_cast<uint8_t*>(&rank), sizeof(Rank));
   }
   const auto address = [](const void* of) { return reinterpret_cast<uint64_t>(of); };
@@ -79,15 +80,21 @@ World make_world(Random& random) {
   const bool clears = random.one_in(3);
   const uint64_t base = random.below(5), epoch = clears ? CLEAR_PERIOD - 1 - random.below(2) : random.below(4);
   const bool reports = random.one_in(2);
+  // Rings of the plan go from each rank to the next.
+  world.proxied = random.one_in(2) ? 0 : random.below(1u << world.ranks);
   for (uint32_t r = 0; r < world.ranks; ++r) {
     Rank& rank = world.rank[r];
     rank.control.report_after_ns = reports ? 1 : 0;
     rank.state.ll_epoch = epoch;
-    for (uint32_t peer = 0; peer < world.ranks; ++peer) rank.control.started[peer] = &world.rank[peer].started;
+    for (uint32_t peer = 0; peer < world.ranks; ++peer) {
+      rank.control.started[peer] = world.proxied ? nullptr : &world.rank[peer].started;
+    }
     for (uint32_t b = 0; b < BLOCKS; ++b) {
       rank.state.sent[0][b] = rank.state.received[0][b] = base;
       rank.state.rounds[b] = base;
-      rank.tail[b * FLAG_STRIDE] = rank.head[b * FLAG_STRIDE] = base;
+      for (uint64_t* counter : {rank.tail, rank.head, rank.net_tail, rank.net_head, rank.net_drained}) {
+        counter[b * FLAG_STRIDE] = base;
+      }
       rank.buffers[b] = memory->add_buffer();
     }
     for (uint32_t c = 0; c < 2 * (world.ranks - 1) * BLOCKS; ++c) {
@@ -131,9 +138,10 @@ void check_fault(const World& world, uint32_t r, const Op& op, uint64_t& known) 
   const uint64_t cause = memory->load(&fault.cause, 4, Kind::RELAXED);
   const uint64_t peer = memory->load(&fault.peer, 4, Kind::RELAXED);
   const uint64_t channel = memory->load(&fault.channel, 4, Kind::RELAXED);
-  // What the peer had started by then: no more than what it has by now.
+  // What the peer had started by then, where that can be seen: no more than what it has by now.
   const uint64_t peer_started = memory->load(&fault.peer_started, 8, Kind::RELAXED);
-  const bool started = peer >= world.ranks || peer_started <= world.rank[peer].started;
+  const bool started = peer >= world.ranks || (world.proxied ? peer_started == STARTED_UNKNOWN
+                                                             : peer_started <= world.rank[peer].started);
   const bool right = started && ordinal + 1 == sequence && ordinal == op.number && waited > 0 && cause == FAULT_LATE &&
                      peer < world.ranks && peer != r && channel < op.blocks;
   if (!right) found("a fault record with wrong contents");
@@ -164,6 +172,15 @@ class Host {
   Host(World& world, uint32_t rank) : world_(world), r_(rank), me_(world.rank[rank]) {}
 
   void run() {
+    operate();
+    // A request that no kernel of this rank has to wait for may fail: peers wait for it.
+    for (++world_.ended; world_.ended < world_.ranks; pause()) {
+      if (me_.hca.failed() && !world_.failed) fail();
+    }
+  }
+
+ private:
+  void operate() {
     Agent& host = memory->agents[host_of(r_)];
     for (const Op& op : world_.ops) {
       if (world_.failed) break;
@@ -187,12 +204,8 @@ class Host {
       while (!ended(op)) pause();
       end(op, host, at_left);
     }
-    for (++world_.hosts_done; world_.hosts_done < world_.ranks; pause()) {
-      if (me_.hca.failed() && !world_.failed) fail();
-    }
   }
 
- private:
   void launch(const Op& op, Agent& host) {
     std::fill(std::begin(me_.output), std::end(me_.output), 0xffffffffu);
     memory->forget(me_.output, sizeof me_.output);
@@ -274,7 +287,7 @@ class Host {
 
 // Beside the kernels, until all hosts are done. What they left in the queues then is nobody's.
 void run_engine(World& world, Rank& rank) {
-  while (world.hosts_done < world.ranks) {
+  while (world.ended < world.ranks) {
     if ((hca::step(rank.hca.engine) & hca::WORKED) == 0) pause();
   }
 }
@@ -300,9 +313,19 @@ void run(uint64_t number) {
     model.agents[host_of(r)].rank = r;
     model.schedule.start(host_of(r), [&hosts, r] { hosts[r].run(); });
     // An engine sees memory as no rank's kernels do.
-    model.agents[engine_of(r)].rank = RANKS + r;
+    model.agents[engine_of(r)].rank = 2 * RANKS + r;
     model.agents[engine_of(r)].buffer = world.rank[r].hca_buffer;
     model.schedule.start(engine_of(r), [&world, r] { run_engine(world, world.rank[r]); });
+  }
+  std::vector<Proxy> proxies;
+  for (uint32_t r = 0; r < world.ranks; ++r) proxies.emplace_back(world, r);
+  for (uint32_t r = 0; r < world.ranks; ++r) {
+    if (!is_proxied(world, r)) continue;
+    Agent& agent = model.agents[proxy_of(r)];
+    agent.rank = RANKS + r;
+    agent.buffer = model.add_buffer();
+    agent.buffer->threads = 1;
+    model.schedule.start(proxy_of(r), [&proxies, r] { proxies[r].run(); });
   }
   model.schedule.run();
 }

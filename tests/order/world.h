@@ -15,7 +15,8 @@ constexpr uint32_t BLOCKS = 2, THREADS = 4, COUNT = 96, LINES = COUNT / 2;
 constexpr uint32_t AGENTS_A_RANK = 2 + BLOCKS * THREADS;
 static_assert(BLOCKS == HCA_CHANNELS, "queue pairs of every channel");
 constexpr uint32_t RANKS = 4;
-static_assert(RANKS * AGENTS_A_RANK <= MAX_AGENTS, "views are too short");
+// Behind the ranks' agents come their proxies', one each.
+static_assert(RANKS * (AGENTS_A_RANK + 1) <= MAX_AGENTS && 3 * RANKS <= MAX_RANKS, "views are too short");
 
 struct Kernel;
 
@@ -58,6 +59,10 @@ struct alignas(128) Rank {
   alignas(16) uint8_t slots[BLOCKS * 3 * 128];
   alignas(16) uint8_t sent[BLOCKS * 3 * 128];  // the sender's own slots, where the link goes through the HCA
   uint64_t tail[BLOCKS * FLAG_STRIDE], head[BLOCKS * FLAG_STRIDE];
+  // Of links that a proxy moves: the ring that this rank fills, and the head of the one that it drains (slots and tail).
+  alignas(16) uint8_t net_slots[BLOCKS * 3 * 128];
+  SlotNote notes[BLOCKS * NOTE_LINE];
+  uint64_t net_tail[BLOCKS * FLAG_STRIDE], net_head[BLOCKS * FLAG_STRIDE], net_drained[BLOCKS * FLAG_STRIDE];
   Line area[2 * RANKS * LINES];
   ProgramWork program;
   uint64_t started;
@@ -84,7 +89,9 @@ struct World {
   uint32_t absent;
   // A work request failed: all are stopped.
   bool failed;
-  uint32_t hosts_done;
+  // By bits: the ranks whose slots go to the next rank by a proxy.
+  uint32_t proxied;
+  uint32_t ended;  // ranks
   std::unique_ptr<Rank[]> rank;
 };
 
@@ -93,6 +100,9 @@ inline uint32_t agent_of(uint32_t rank, uint32_t block, uint32_t thread) {
   return host_of(rank) + 1 + block * THREADS + thread;
 }
 inline uint32_t engine_of(uint32_t rank) { return host_of(rank) + AGENTS_A_RANK - 1; }
+
+inline uint32_t proxy_of(uint32_t rank) { return RANKS * AGENTS_A_RANK + rank; }
+inline bool is_proxied(const World& world, uint32_t sender) { return world.proxied >> sender & 1; }
 
 // Rank r's element i of an operation's input; never 0, which fresh memory holds, and small enough for exact sums.
 inline uint32_t input_of(const Op& op, uint32_t rank, uint32_t i) { return 1 + (op.number * 37 + rank * 11 + i * 5) % 97; }

@@ -67,6 +67,16 @@ fn a_gather_carries_a_mebibyte_a_rank() {
 }
 
 #[test]
+fn a_derived_secret_is_equal_on_all_ranks_and_no_other_communicators() {
+    let _alone = alone();
+    let secrets = |purpose: &str| -> Vec<[u8; 32]> { communicator(2).iter().map(|one| one.derive(purpose)).collect() };
+    let (net, again) = (secrets("net"), secrets("net"));
+    assert!(net[0] == net[1] && again[0] == again[1] && net[0] != again[0]);
+    let sessions = communicator(2);
+    assert_ne!(sessions[0].derive("net"), sessions[0].derive("other"));
+}
+
+#[test]
 fn an_error_contribution_is_everyones_and_the_session_goes_on() {
     let _alone = alone();
     let sessions = Arc::new(communicator(3));

@@ -97,7 +97,7 @@ fn what_is_not_in_the_table_is_a_breach() {
         Err(Breach::Completion { found: 0, due: None })
     );
     let mut posted = receive();
-    (posted.poll_post(), posted.poll_post());
+    assert!(posted.poll_post().is_some() && posted.poll_post().is_some());
     let due = Some(0);
     assert_eq!(posted.handle_completion(1), Err(Breach::Completion { found: 1, due }));
     let long = note(SLOT_BYTES as u32 + 1, 1);

@@ -318,6 +318,18 @@ fn a_drain_waits_for_the_peer_and_says_farewell() {
     assert_eq!(to.hold().drain(soon(), &Cancel::default()), Ok(()));
 }
 
+/// It has all that was sent, so that the farewell that comes late is no fault.
+#[test]
+fn a_receiver_may_end_before_its_sender() {
+    let (mut from, mut to) = link((fresh_key(), fresh_key()), GEOMETRY);
+    operation(&mut from, &mut to, 1, 9);
+    assert_eq!(to.hold().drain(soon(), &Cancel::default()), Ok(()));
+    drop(to.hold.take());
+    assert_eq!(from.hold().drain(soon(), &Cancel::default()), Ok(()));
+    from.no_faults();
+    to.no_faults();
+}
+
 /// Does what a test wants.
 struct Scripted<F>(F);
 

@@ -15,7 +15,7 @@ use crate::nccl_calls;
 use message::{Measured, Message};
 use nccl::device::DeviceKind;
 use nccl::error::{Error, Result};
-use options::{Measurement, Options};
+use options::{Driver, Measurement, Options};
 use output::Output;
 use rank::{Placement, Run};
 use report::{RankPlace, Report, Row, Timing};
@@ -53,7 +53,7 @@ pub(crate) fn run(options: &Options) -> ExitCode {
 
 /// One of several processes: runs its share of the ranks and writes their news.
 fn work(options: &Options, measurements: &[Measurement], index: u32) -> Result<bool> {
-    let id = start::receive_id(index, options.processes)?;
+    let id = start::receive_id(index, options.processes())?;
     let run = Run {
         options,
         measurements,
@@ -73,7 +73,8 @@ fn work(options: &Options, measurements: &[Measurement], index: u32) -> Result<b
 fn coordinate(options: &Options, measurements: &[Measurement]) -> Result<bool> {
     let (device, devices) = (nccl::device::kind()?, nccl::device::count()?);
     check_memory(device, options, measurements)?;
-    let environment = share_devices(device, devices, options.ranks);
+    let mut environment = share_devices(device, devices, options.ranks);
+    environment.extend(options.driver.map(choose_driver));
     let version = nccl_calls::version()?;
     let id = nccl_calls::unique_id()?;
     let (sender, news) = channel();
@@ -85,10 +86,10 @@ fn coordinate(options: &Options, measurements: &[Measurement]) -> Result<bool> {
         places: BTreeMap::new(),
         left: BTreeSet::new(),
         output: Output::new(options, measurements.len() * Placement::BOTH.len()),
-        report: empty_report(options, device, version, environment),
+        report: empty_report(options, device, version, environment)?,
     };
-    if options.processes > 1 {
-        let processes = start::start_processes(options.processes, &id, &sender)?;
+    if options.processes() > 1 {
+        let processes = start::start_processes(options, &id, &sender)?;
         let good = gathering.all();
         drop(processes);
         return Ok(good);
@@ -136,8 +137,16 @@ fn share_devices(device: DeviceKind, devices: i32, ranks: u32) -> Vec<String> {
     vec![format!("{SHARE}=1, since {ranks} ranks share {devices} GPU(s)")]
 }
 
-fn empty_report(options: &Options, device: DeviceKind, nccl_version: i32, environment: Vec<String>) -> Report {
-    Report {
+/// Before any thread or process is started.
+fn choose_driver(driver: Driver) -> String {
+    const SWITCH: &str = "OSSICLE_GPU_INITIATED";
+    std::env::set_var(SWITCH, driver.switch());
+    format!("{SWITCH}={}, for --driver", driver.switch())
+}
+
+fn empty_report(options: &Options, device: DeviceKind, nccl_version: i32, environment: Vec<String>) -> Result<Report> {
+    let between_hosts = || nccl::launch::between_hosts();
+    Ok(Report {
         program: format!("ossicle {}", env!("CARGO_PKG_VERSION")),
         nccl_version,
         collective: "all_reduce",
@@ -145,7 +154,9 @@ fn empty_report(options: &Options, device: DeviceKind, nccl_version: i32, enviro
             DeviceKind::Host => "host",
             DeviceKind::Cuda => "cuda",
         },
-        processes: options.processes,
+        processes: options.processes(),
+        hosts: options.hosts,
+        network: (options.hosts > 1).then(between_hosts).transpose()?,
         iterations: options.iterations,
         warmup_iterations: options.warmup_iterations,
         checks: options.checks,
@@ -156,7 +167,7 @@ fn empty_report(options: &Options, device: DeviceKind, nccl_version: i32, enviro
         wrong: 0,
         average_busbw_gbs: 0.0,
         error: None,
-    }
+    })
 }
 
 /// The coordinator's side of a run: news in, table out.

@@ -68,16 +68,39 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     #[arg(allow_negative_numbers = true)]
     pub(crate) ranks: u32,
-    /// Processes over which the ranks are spread evenly; with 1 they are threads of this one
+    /// Processes over which the ranks are spread evenly; with 1 they are threads of this one [default: one a host]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(allow_negative_numbers = true)]
+    processes: Option<u32>,
+    /// Hosts that the processes say they are on (NCCL_HOSTID), spread evenly: what goes between them goes over the network
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     #[arg(allow_negative_numbers = true)]
-    pub(crate) processes: u32,
+    pub(crate) hosts: u32,
+    /// Who drives the network between hosts [default: as NCCL_GPU_INITIATED says]
+    #[arg(long, value_enum)]
+    pub(crate) driver: Option<Driver>,
     /// Print one JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,
     /// Set by this program when it starts itself: which of the processes this is
     #[arg(long, hide = true)]
     pub(crate) worker: Option<u32>,
+}
+
+/// Values of `--driver`.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Driver {
+    /// A CPU thread
+    Proxy,
+}
+
+impl Driver {
+    /// The switch's value that asks for it.
+    pub(crate) fn switch(self) -> &'static str {
+        match self {
+            Driver::Proxy => "0",
+        }
+    }
 }
 
 /// One or several values of `-d` or `-o`.
@@ -127,10 +150,20 @@ impl Measurement {
 impl Options {
     /// Every row of the run, in order; the same on every process. An error is a sentence about the command line.
     pub(crate) fn measurements(&self) -> Result<Vec<Measurement>, String> {
-        if !self.ranks.is_multiple_of(self.processes) {
-            let (ranks, processes) = (self.ranks, self.processes);
+        let (ranks, processes, hosts) = (self.ranks, self.processes(), self.hosts);
+        if !ranks.is_multiple_of(processes) {
             return Err(format!(
                 "{ranks} ranks cannot be spread evenly over {processes} processes"
+            ));
+        }
+        if !processes.is_multiple_of(hosts) {
+            return Err(format!(
+                "{processes} processes cannot be spread evenly over {hosts} hosts"
+            ));
+        }
+        if hosts == 1 && self.driver.is_some() {
+            return Err(String::from(
+                "--driver is about the network between hosts, and there is one host: add --hosts",
             ));
         }
         let max_bytes = self.max_bytes.unwrap_or(self.min_bytes.max(32 << 20));
@@ -155,9 +188,19 @@ impl Options {
         Ok(rows)
     }
 
+    pub(crate) fn processes(&self) -> u32 {
+        self.processes.unwrap_or(self.hosts)
+    }
+
+    /// The host that a process says it is on; None: where it is.
+    pub(crate) fn host_of(&self, process: u32) -> Option<String> {
+        let share = self.processes() / self.hosts;
+        (self.hosts > 1).then(|| format!("ossicle perf {}", process / share))
+    }
+
     /// The share of one process.
     pub(crate) fn ranks_of(&self, process: u32) -> Range<u32> {
-        let share = self.ranks / self.processes;
+        let share = self.ranks / self.processes();
         process * share..(process + 1) * share
     }
 }
@@ -198,6 +241,12 @@ mod tests {
             (5, 2, 0)
         );
         assert_eq!((options.blocking, options.ranks_of(3)), (1, 6..8));
+        assert_eq!((options.host_of(0), options.driver), (None, None));
+        let spread = parse("--ranks 8 --processes 4 --hosts 2 --driver proxy").unwrap();
+        assert_eq!(spread.driver, Some(Driver::Proxy));
+        assert_eq!(spread.host_of(0), spread.host_of(1));
+        assert_ne!(spread.host_of(1), spread.host_of(2));
+        assert_eq!(parse("--ranks 6 --hosts 3").unwrap().ranks_of(1), 2..4);
         let long = "--minbytes 8 --maxbytes 8 --stepbytes 8 --stepfactor 2 --iters 1 --warmup_iters 1 --check 1";
         assert_eq!(parse(long).unwrap().measurements().unwrap().len(), 1);
         assert_eq!(parse("").unwrap().measurements().unwrap()[0].bytes(), 32 << 20);
@@ -219,6 +268,8 @@ mod tests {
             ("--ranks 0", "0"),
             ("--ranks -2", "-2"),
             ("--processes 0", "0"),
+            ("--hosts 0", "0"),
+            ("--hosts 2 --driver kernel", "kernel"),
         ] {
             let error = parse(line).err().unwrap_or_else(|| panic!("{line} is accepted"));
             assert!(error.contains(word), "{line}: {error}");
@@ -226,6 +277,9 @@ mod tests {
         for line in [
             "-b 8 -e 4",
             "--ranks 3 --processes 2",
+            "--ranks 3 --hosts 2",
+            "--ranks 4 --processes 1 --hosts 2",
+            "--driver proxy",
             "-b 0 -e 8 -f 2",
             "--ranks 300 -d bfloat16",
         ] {

@@ -51,6 +51,13 @@ impl Output {
                 report.blocking
             ),
         ];
+        let hosts = report.hosts;
+        lines.extend(
+            report
+                .network
+                .iter()
+                .map(|network| format!("# {hosts} faked hosts over {network}")),
+        );
         lines.extend(
             report
                 .environment

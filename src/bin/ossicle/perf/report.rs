@@ -63,6 +63,11 @@ pub(crate) struct Report {
     pub(crate) collective: &'static str,
     pub(crate) device: &'static str,
     pub(crate) processes: u32,
+    /// More than one are faked: processes of this machine that say so.
+    pub(crate) hosts: u32,
+    /// What goes between hosts, and who drives it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) network: Option<String>,
     pub(crate) iterations: u32,
     pub(crate) warmup_iterations: u32,
     pub(crate) checks: u32,

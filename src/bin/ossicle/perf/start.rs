@@ -5,6 +5,7 @@
 //! JSON each, and ends when its input ends, so that no process outlives the one that started it.
 
 use super::message::Message;
+use super::options::Options;
 use super::rank::Run;
 use nccl::error::{Error, Result};
 use std::io::{BufRead, BufReader, Write};
@@ -45,14 +46,15 @@ pub(crate) fn run_ranks(run: &Run, ranks: Range<u32>, news: &Sender<Message>) {
 }
 
 /// Starts this program once for each process, with the same arguments.
-pub(crate) fn start_processes(processes: u32, id: &[u8; 128], news: &Sender<Message>) -> Result<Processes> {
+pub(crate) fn start_processes(options: &Options, id: &[u8; 128], news: &Sender<Message>) -> Result<Processes> {
     let program = std::env::current_exe().map_err(|error| Error::system(format!("own path: {error}")))?;
     let mut started = Processes(Vec::new());
-    for index in 0..processes {
+    for index in 0..options.processes() {
         let failed = |error: std::io::Error| Error::system(format!("cannot start process {index}: {error}"));
         let mut child = Command::new(&program)
             .args(std::env::args_os().skip(1))
             .args(["--worker", &index.to_string()])
+            .envs(options.host_of(index).map(|host| ("NCCL_HOSTID", host)))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
