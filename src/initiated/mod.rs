@@ -18,7 +18,7 @@ use crate::device::{Device, Memory, Placement};
 use crate::error::{Error, Result};
 use crate::proxy::Direction;
 use crate::transport::hca::{access, CompletionQueue, Hca, Limits, QueueOptions, QueuePair, Registration};
-use crate::transport::hca::{Awake, Piece, Ticket, Timeouts, Watch};
+use crate::transport::hca::{Awake, Piece, Ticket, Timeouts, Watch, FOR_EVER};
 use crate::transport::{Address, Exchange, Limit};
 use queue::{Named, Targets};
 use serde::{Deserialize, Serialize};
@@ -33,7 +33,9 @@ const COMPLETIONS: usize = QUEUE_BLOCKS;
 const BLOCK_BYTES: usize = 64;
 const LINE: usize = 128;
 const PAGE: usize = 4096;
-/// How long a queue pair lets a peer's that does not receive be silent: as long as a card with usual settings retries.
+/// How long a sender's queue pair lets a peer's that does not receive be silent: as long as a card with usual settings
+/// retries. A receiver gives slots back to peers that need none any more, and may be gone: that is no failure. Of a peer
+/// that was lost the session tells.
 const SILENCE_NS: u64 = 10_000_000_000;
 
 /// How large a link is in one direction.
@@ -225,9 +227,10 @@ impl Opened {
             let peer = links.hca.attach(&name.ticket, fd)?;
             for (channel, ((qp, cq), number)) in end.queues.iter().zip(&other.qps).enumerate() {
                 qp.connect(peer, *number)?;
+                let silence_ns = if sends { SILENCE_NS } else { FOR_EVER };
                 qp.start(Timeouts {
-                    silence_ns: SILENCE_NS,
-                    no_receive_ns: SILENCE_NS,
+                    silence_ns,
+                    no_receive_ns: silence_ns,
                 })?;
                 let targets = links.targets(end, channel, other, name.key);
                 queues.push(NetQueue::new(qp.kernel_place(), cq.kernel_place(), targets));
@@ -308,14 +311,15 @@ impl Links {
         self.hca.wake();
     }
 
-    /// Whether all requests that kernels have posted are done. Not while kernels run.
+    /// Whether everything that kernels have sent is with the peers. Not while kernels run.
     pub fn is_drained(&self) -> bool {
-        self.each_queue().all(|(_, _, qp, cq)| is_drained(qp, cq))
+        let mut sends = self.ends.iter().filter(|end| end.direction == Direction::Send);
+        sends.all(|end| end.queues.iter().all(|(qp, cq)| is_drained(qp, cq)))
     }
 
     /// The first error, if any request failed, whether or not a kernel waits for it.
     pub fn failure(&self) -> Option<FailedRequest> {
-        self.each_queue().find_map(|(peer, channel, _, cq)| {
+        self.each_queue().find_map(|(peer, channel, cq)| {
             let found = failures(cq).min_by_key(|(syndrome, _)| *syndrome == crate::wire::mlx5::syndrome::WR_FLUSH);
             found.map(|(syndrome, vendor)| FailedRequest {
                 peer,
@@ -337,10 +341,10 @@ impl Links {
         &self.hca
     }
 
-    fn each_queue(&self) -> impl Iterator<Item = (u32, u32, &QueuePair, &CompletionQueue)> {
+    fn each_queue(&self) -> impl Iterator<Item = (u32, u32, &CompletionQueue)> {
         self.ends.iter().flat_map(|end| {
             let queues = end.queues.iter().zip(0..);
-            queues.map(|((qp, cq), channel)| (end.peer, channel, qp, &**cq))
+            queues.map(|((_, cq), channel)| (end.peer, channel, &**cq))
         })
     }
 }
