@@ -220,7 +220,10 @@ impl Opened {
         for end in &links.ends {
             let name = name_of(end.peer)?;
             let sends = end.direction == Direction::Send;
-            let found = name.ends.iter().find(|other| other.peer == links.rank && other.sends != sends);
+            let found = name
+                .ends
+                .iter()
+                .find(|other| other.peer == links.rank && other.sends != sends);
             let other = found.filter(|other| other.qps.len() == end.queues.len());
             let other = other.ok_or_else(|| Error::internal(format!("rank {} knows no such link", end.peer)))?;
             let fd = fds[end.peer as usize].as_ref().map(std::os::fd::AsFd::as_fd);
@@ -282,7 +285,10 @@ impl Links {
 
     /// None where no link leads there.
     pub fn addresses(&self, direction: Direction, peer: u32) -> Option<Addresses> {
-        let index = self.ends.iter().position(|end| end.direction == direction && end.peer == peer)?;
+        let index = self
+            .ends
+            .iter()
+            .position(|end| end.direction == direction && end.peer == peer)?;
         let base = self.memory.kernel_address().wrapping_add(self.ends[index].offset);
         let (counters, none) = (base.cast::<u64>(), std::ptr::null_mut());
         let (tail, head) = match direction {
@@ -381,8 +387,10 @@ fn is_drained(qp: &QueuePair, cq: &CompletionQueue) -> bool {
 
 /// Syndrome and vendor's syndrome of all errors in the ring.
 fn failures(cq: &CompletionQueue) -> impl Iterator<Item = (u8, u8)> {
-    last_words(cq).filter(|(_, last)| matches!(kind(*last), 13 | 14)).map(|(completion, _)| {
-        let syndromes = word(completion.wrapping_add(48));
-        ((syndromes >> 56) as u8, (syndromes >> 48) as u8)
-    })
+    last_words(cq)
+        .filter(|(_, last)| matches!(kind(*last), 13 | 14))
+        .map(|(completion, _)| {
+            let syndromes = word(completion.wrapping_add(48));
+            ((syndromes >> 56) as u8, (syndromes >> 48) as u8)
+        })
 }

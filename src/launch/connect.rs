@@ -209,7 +209,8 @@ impl Crossing<'_> {
 
     fn proxied(mut self, listener: Option<Listener>, names: &[Option<net::Name>]) -> Result<Option<NetLinks>> {
         let crossings = std::mem::take(&mut self.crossings);
-        let establish = |listener| NetLinks::establish(self.device, crossings, self.geometry, listener, names, self.limit);
+        let establish =
+            |listener| NetLinks::establish(self.device, crossings, self.geometry, listener, names, self.limit);
         let links = listener.map(establish).transpose();
         let all = self.gather(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
         links.and_then(|links| all.map(|_| links))
@@ -220,9 +221,14 @@ impl Crossing<'_> {
         let gather = |payload| self.gather(payload);
         let open = || NetLinks::open_initiated(self.device, &self.crossings, self.geometry);
         let opened = (!self.crossings.is_empty()).then(open).transpose();
-        let name = opened.as_ref().map(|opened| opened.as_ref().map(|opened| opened.name()));
+        let name = opened
+            .as_ref()
+            .map(|opened| opened.as_ref().map(|opened| opened.name()));
         // Plain data of strings and numbers always has a JSON form.
-        let told = gather(name.map(|name| serde_json::to_vec(&name).unwrap_or_default()).map_err(Error::clone))?;
+        let told = gather(
+            name.map(|name| serde_json::to_vec(&name).unwrap_or_default())
+                .map_err(Error::clone),
+        )?;
         let heard = told.iter().zip(0..).map(|(bytes, rank): (_, u32)| {
             serde_json::from_slice(bytes)
                 .map_err(|error| Error::internal(format!("the queues that rank {rank} tells of do not parse: {error}")))

@@ -178,7 +178,9 @@ impl ProxyLinks {
         };
         let expects: Vec<Purpose> = pairs(&crossings.recvs, &channels).map(expect).collect();
         let regions = crossings.sends.len() + crossings.recvs.len();
-        let memory = device.clone().allocate(regions * region_bytes(geometry), Placement::Pinned)?;
+        let memory = device
+            .clone()
+            .allocate(regions * region_bytes(geometry), Placement::Pinned)?;
         let mut links = ProxyLinks {
             crossings,
             geometry,
@@ -410,7 +412,9 @@ impl Engine {
 
     /// A work request that failed: kernels record it where one waits, and the CPU sees it in the queues where none does.
     pub(super) fn failed_request(&self) -> Option<Error> {
-        let Some(Network::Hca { links, .. }) = &self.network else { return None };
+        let Some(Network::Hca { links, .. }) = &self.network else {
+            return None;
+        };
         let record = &self.control().failure;
         let failed = match record.sequence.load(Ordering::Acquire) {
             0 => links.failure().map(|failed| FailedRequest {

@@ -200,7 +200,10 @@ mod tests {
         let between = |asked: &[Option<Net>]| agree(asked, Initiated::Auto, true);
         assert_eq!(between(&[None, Some(Net::Socket)]), Ok(Net::Socket));
         let error = between(&[None, Some(Net::Ib)]).unwrap_err();
-        assert!(error.text.contains("IB on rank 1") && error.text.contains("Socket"), "{error}");
+        assert!(
+            error.text.contains("IB on rank 1") && error.text.contains("Socket"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -212,7 +215,8 @@ mod tests {
             assert_eq!(driver(initiated, Net::Hca).driver, Driver::Kernel);
         }
         assert_eq!(agree(&[None; 2], Gpu, true), Ok(Net::Hca));
-        for (asked, initiated, one_machine) in [(None, Auto, true), (None, Gpu, false), (Some(Net::Socket), Gpu, true)] {
+        for (asked, initiated, one_machine) in [(None, Auto, true), (None, Gpu, false), (Some(Net::Socket), Gpu, true)]
+        {
             assert_eq!(agree(&[None, asked], initiated, one_machine), Ok(Net::Socket));
         }
         let refused = |asked: &[Option<Net>], initiated, one_machine, part: &str| {
@@ -221,6 +225,11 @@ mod tests {
         };
         refused(&hca, Cpu, true, "HCA on rank 1 and NCCL_GPU_INITIATED is 0");
         refused(&hca, Gpu, false, "HCA on rank 1 and the ranks are on several machines");
-        refused(&[Some(Net::Socket), Some(Net::Hca)], Gpu, true, "HCA on rank 1 and Socket on rank 0");
+        refused(
+            &[Some(Net::Socket), Some(Net::Hca)],
+            Gpu,
+            true,
+            "HCA on rank 1 and Socket on rank 0",
+        );
     }
 }

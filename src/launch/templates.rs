@@ -1,7 +1,8 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Beside, Control, Link, LinkKind, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS, MAX_STEPS, NO_ROOT,
+    Beside, Control, Link, LinkKind, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS,
+    MAX_STEPS, NO_ROOT,
 };
 use super::net_links::NetLinks;
 use crate::error::{Error, Result};
@@ -199,7 +200,10 @@ impl Own {
 
 /// A bit for each link to an HCA.
 fn posting(links: &[Link; MAX_LINKS]) -> u32 {
-    let bits = links.iter().zip(0..).map(|(link, bit)| u32::from(link.kind == LinkKind::Hca) << bit);
+    let bits = links
+        .iter()
+        .zip(0..)
+        .map(|(link, bit)| u32::from(link.kind == LinkKind::Hca) << bit);
     bits.fold(0, |all, bit| all | bit)
 }
 

@@ -84,7 +84,9 @@ impl CudaDevice {
         // SAFETY: the caller holds so many bytes there; `bytes` stays until the copy is done, or is staged by the driver.
         let copied = unsafe {
             let from = bytes.as_ptr().cast();
-            self.driver.call.cuMemcpyHtoDAsync(address, from, bytes.len(), self.zeroing.0)
+            self.driver
+                .call
+                .cuMemcpyHtoDAsync(address, from, bytes.len(), self.zeroing.0)
         };
         copied.ok_or_else(|| Error::cuda("the CUDA driver has no cuMemcpyHtoDAsync"))??;
         self.wait_for_zeroing(bytes.len(), ZEROING_TIMEOUT)

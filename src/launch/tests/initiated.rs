@@ -55,7 +55,10 @@ fn engines(hosts: &[usize], channels: u32) -> Vec<Engine> {
         (!crossings.is_empty()).then(|| NetLinks::open_initiated(device, &crossings, net_geometry(&profile)).unwrap())
     };
     let opened: Vec<Option<Opened>> = (0..profile.ranks).map(open).collect();
-    let names: Vec<Option<Name>> = opened.iter().map(|opened| opened.as_ref().map(|o| o.name().clone())).collect();
+    let names: Vec<Option<Name>> = opened
+        .iter()
+        .map(|opened| opened.as_ref().map(|o| o.name().clone()))
+        .collect();
     let cancel = Cancel::default();
     let limit = Limit {
         timeout: Duration::from_secs(60),
@@ -220,16 +223,25 @@ fn a_failed_work_request_is_reported_with_all_that_is_known_and_ends_the_operati
             "rank 1: a work request to rank 0 (test) failed on channel 0",
             "syndrome 0x13, vendor syndrome 0x45: remote access error",
         ];
-        words.iter().for_each(|part| assert!(error.text.contains(part), "{error}"));
+        words
+            .iter()
+            .for_each(|part| assert!(error.text.contains(part), "{error}"));
         assert_eq!(engines[1].take_fault(), None, "it is said once");
-        assert_eq!(running.iter().filter(|thread| thread.is_finished()).count(), 0, "kernels park");
+        assert_eq!(
+            running.iter().filter(|thread| thread.is_finished()).count(),
+            0,
+            "kernels park"
+        );
         engines[1].stop(Stop::PeerLost);
         engines[0].stop(Stop::Abort);
         for thread in running {
             assert_eq!(thread.join().unwrap().unwrap_err().code, Code::RemoteError);
         }
         drop(engines);
-        let again: Vec<Arc<Engine>> = super::initiated::engines(&[0, 1], 1).into_iter().map(Arc::new).collect();
+        let again: Vec<Arc<Engine>> = super::initiated::engines(&[0, 1], 1)
+            .into_iter()
+            .map(Arc::new)
+            .collect();
         for thread in begin(&again, 4000) {
             assert_eq!(thread.join().unwrap(), Ok(2.0));
         }
