@@ -8,6 +8,9 @@ use std::process::{exit, Command};
 
 const SOURCE: &str = "cuda/kernels.cu";
 
+/// The software HCA's engine, which has no kernel of its own.
+const HCA: &str = "cuda/hca/host.cpp";
+
 /// Compute capabilities that get machine code; later chips use the PTX of `PTX_ARCH`.
 const ARCHS: &str = "80,90,100";
 const PTX_ARCH: &str = "90";
@@ -36,7 +39,7 @@ pub(crate) fn build_for_host() {
     for sanitizer in sanitizers.split(',').filter(|name| !name.is_empty()) {
         build.flag(format!("-fsanitize={sanitizer}"));
     }
-    build.file(SOURCE).compile("ossicle_host_kernels");
+    build.file(SOURCE).file(HCA).compile("ossicle_host_kernels");
 }
 
 /// The fatbin, at OUT_DIR/kernels.fatbin, and for messages what it is: OSSICLE_CUDA_RELEASE, OSSICLE_CUDA_TARGETS.

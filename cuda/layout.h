@@ -21,9 +21,10 @@ constexpr uint32_t STOP_FROM_SHIFT = 2;
 // What a report says of a peer whose started word is out of reach.
 constexpr uint64_t STARTED_UNKNOWN = ~0ull;
 
-enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1 };
+enum FaultCause : uint32_t { FAULT_NONE = 0, FAULT_LATE = 1, FAULT_COMPLETION = 2 };
 
-// What a wait that passed its clock bound reports. `sequence` is published last: ordinal + 1 of the reporting operation.
+// What a wait reports: that it passed its clock bound, or that it found a failed work request. `sequence` is published
+// last: ordinal + 1 of the reporting operation.
 struct FaultRecord {
   uint64_t sequence;
   uint64_t ordinal;
@@ -33,7 +34,7 @@ struct FaultRecord {
   uint32_t peer;
   uint32_t channel;
   uint32_t step;
-  uint32_t vendor;
+  uint32_t vendor;  // of a failed work request: vendor's syndrome << 8 | syndrome
   uint32_t pad;
 };
 
@@ -54,6 +55,7 @@ struct alignas(128) Control {
   uint64_t out;
   // A wait that parks for good after its report (OSSICLE_WAIT_FAIL=1) instead of going on.
   uint32_t park_after_report;
+  FaultRecord failure;  // of a work request
 };
 
 // What one rank's kernels keep from launch to launch; device memory. A replayed graph makes no library call, so every
@@ -65,13 +67,18 @@ struct State {
   uint32_t arrivals;     // blocks of the running kernel that finished
   uint32_t stopped;      // a wait of this rank was stopped: what comes behind it touches no peer
   uint64_t cleared;      // ordinal + 1 of the last operation whose blocks may touch what peers lend
+  uint32_t failed;       // a work request of this rank failed: no more are posted
+  uint32_t pad;
   uint64_t sent[MAX_LINKS][MAX_CHANNELS];      // slots filled so far
   uint64_t received[MAX_LINKS][MAX_CHANNELS];  // slots drained so far
   uint64_t rounds[MAX_CHANNELS];               // rounds of two-shot that a block has done so far
 };
 
-// What a link's other end is: the peer's kernel, or the CPU proxy, which moves slots over the network.
-enum LinkKind : uint32_t { LINK_MEMORY = 0, LINK_PROXY = 1 };
+// What a link's other end is: the peer's kernel; the CPU proxy, which moves slots over the network; an HCA, to which the
+// kernel posts work requests itself.
+enum LinkKind : uint32_t { LINK_MEMORY = 0, LINK_PROXY = 1, LINK_HCA = 2 };
+
+struct NetQueue;
 
 // What a filled slot holds, for who cannot know it from a plan: the proxy, and the proxy at the other end.
 struct SlotNote {
@@ -81,12 +88,16 @@ struct SlotNote {
 };
 
 // One direction of a link to one peer, channel 0; a channel's slots, flags and notes lie `slot_bytes * slots`, FLAG_STRIDE
-// and `slots`, rounded up to NOTE_LINE, further on.
+// and `slots`, rounded up to NOTE_LINE, further on. Of LINK_HCA each side has slots of its own, and only the counter that it
+// waits for: the other one is at the peer.
 struct Link {
   uint8_t* slots;
   uint64_t* tail;   // slots filled; written by the sender, lies with the slots at the receiver
   uint64_t* head;   // slots drained; written by the receiver, lies at the sender
-  SlotNote* notes;  // of LINK_PROXY, by slot; written by the sender before the tail passes the slot
+  union {
+    SlotNote* notes;   // of LINK_PROXY, by slot; written by the sender before the tail passes the slot
+    NetQueue* queues;  // of LINK_HCA, by channel; see net/queue.h
+  };
   uint32_t peer;
   uint32_t kind;    // LinkKind
 };
@@ -129,7 +140,7 @@ struct ProgramWork {
   uint32_t ranks;
   uint32_t chunks;  // parts of one iteration
   uint32_t steps;
-  uint32_t pad;
+  uint32_t posting;  // links of LINK_HCA, a bit each: send[0] and on, then recv[0] and on
   Link send[MAX_LINKS];
   Link recv[MAX_LINKS];
   Step step[MAX_STEPS];
@@ -190,9 +201,10 @@ struct TwoShotWork {
   uint64_t* counters[MAX_RANKS];
 };
 
-static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 256, "Control");
-static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, borrowing) == 208, "Control");
-static_assert(sizeof(State) == 40 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
+static_assert(sizeof(FaultRecord) == 56 && sizeof(Control) == 384, "Control");
+static_assert(offsetof(Control, fault) == 24 && offsetof(Control, started) == 80 && offsetof(Control, borrowing) == 208 && offsetof(Control, failure) == 232, "Control");
+static_assert(2 * MAX_LINKS <= 32, "ProgramWork::posting");
+static_assert(sizeof(State) == 48 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8, "State");
 static_assert(sizeof(Link) == 40 && sizeof(SlotNote) == 16 && sizeof(Step) == 4 && sizeof(Line) == 16, "Link and its parts");
 static_assert(sizeof(ProgramWork) == 88 + 2 * MAX_LINKS * 40 + MAX_STEPS * 4, "ProgramWork");
 static_assert(sizeof(OneShotWork) == 64 + MAX_RANKS * 8, "OneShotWork");

@@ -6,10 +6,11 @@
 //! abi        C arguments -> checked values          request   one operation, validated
 //! group      when: nesting, batching, jobs          plan      how: algorithm, channels, steps (pure)
 //! launch     where on the stream: kernel arguments  device    CUDA or host: memory, streams, launch
-//! proxy      moves slots between hosts, on the CPU  transport the links that a plan's steps use
-//! bootstrap  how ranks find and trust each other    comm      communicators: life, errors, abort
-//! topology   which host and device a rank is on     observe   log, last error
-//! sys        the only tables of dlopened functions
+//! proxy      moves slots between hosts, on the CPU  initiated queues that kernels themselves post to
+//! transport  the links that a plan's steps use      comm      communicators: life, errors, abort
+//! bootstrap  how ranks find and trust each other    topology  which host and device a rank is on
+//! observe    log, last error                        sys       the only tables of dlopened functions
+//! wire       formats that others define
 //! ```
 
 pub mod abi;
@@ -19,6 +20,7 @@ pub mod device;
 pub mod environment;
 pub mod error;
 pub mod group;
+pub mod initiated;
 pub mod launch;
 pub mod observe;
 pub mod plan;
@@ -27,6 +29,7 @@ pub mod request;
 pub mod sys;
 pub mod topology;
 pub mod transport;
+pub mod wire;
 
 // Unit tests share tests/oracle with the integration tests, which call this crate by its name.
 #[cfg(test)]

@@ -122,16 +122,22 @@ template <typename T, typename Op> struct Channel {
     if (block.thread == 0) {
       if (recv) {
         state->received[step.recv][index] = from.position + 1;
-        publish<Site::PROGRAM_HEAD>(from.head, from.position + 1);
+        if (from.queue) net::write_flag(*from.queue, from.position + 1);
+        else publish<Site::PROGRAM_HEAD>(from.head, from.position + 1);
       }
       if (send) {
         const Link& link = work.send[step.send];
-        if (link.kind == LINK_PROXY) {
-          to.note(link, index, SlotNote{static_cast<uint32_t>(place.count * sizeof(T)), number, state->ordinal});
-        }
+        const uint32_t bytes = static_cast<uint32_t>(place.count * sizeof(T));
+        if (link.kind == LINK_PROXY) to.note(link, index, SlotNote{bytes, number, state->ordinal});
         state->sent[step.send][index] = to.position + 1;
-        publish<Site::PROGRAM_TAIL>(to.tail, to.position + 1);
+        if (to.queue) {
+          net::write_slot(*to.queue, to.offset(), bytes);
+          net::write_flag(*to.queue, to.position + 1);
+        } else {
+          publish<Site::PROGRAM_TAIL>(to.tail, to.position + 1);
+        }
       }
+      net::post(recv ? from.queue : nullptr, send ? to.queue : nullptr);
     }
     // The next step reads the positions that thread 0 has just written.
     barrier<Site::PROGRAM_POSITIONS>(block);

@@ -55,6 +55,33 @@ template <Site SITE> OSSICLE_DEVICE uint64_t consume(const uint64_t* flag) {
 #endif
 }
 
+// The same for the words of four bytes that a NIC's queues have.
+template <Site SITE> OSSICLE_DEVICE void publish(uint32_t* flag, uint32_t value) {
+#if defined(__CUDACC__)
+  if (dropped(SITE)) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+    return;
+  }
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+#else
+  __atomic_store_n(flag, value, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+#endif
+}
+
+template <Site SITE> OSSICLE_DEVICE uint32_t consume(const uint32_t* flag) {
+#if defined(__CUDACC__)
+  uint32_t value;
+  if (dropped(SITE)) {
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+  }
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+#else
+  return __atomic_load_n(flag, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
+#endif
+}
+
 // A word that the host changes while kernels run.
 OSSICLE_DEVICE uint32_t load_word(const uint32_t* word) {
 #if defined(__CUDACC__)
@@ -113,7 +140,7 @@ OSSICLE_DEVICE void store_line(Line* line, const Line& value) {
 #endif
 }
 
-// What this thread wrote so far is visible before any line that it stores from here on.
+// What this thread wrote so far is visible before any line or word that it stores from here on.
 template <Site SITE> OSSICLE_DEVICE void order_before_lines() {
   if (dropped(SITE)) return;
 #if defined(__CUDACC__)
@@ -145,6 +172,32 @@ template <Site SITE> OSSICLE_DEVICE uint32_t arrive(uint32_t* counter) {
   return before;
 #else
   return __atomic_fetch_add(counter, 1, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Adds to a word that other devices and processes may be adding to; returns what it was.
+template <Site SITE> OSSICLE_DEVICE uint64_t fetch_add(uint64_t* word, uint64_t value) {
+#if defined(__CUDACC__)
+  uint64_t before;
+  if (dropped(SITE)) {
+    asm volatile("atom.relaxed.sys.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+    return before;
+  }
+  asm volatile("atom.acq_rel.sys.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+  return before;
+#else
+  return __atomic_fetch_add(word, value, dropped(SITE) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Takes a place by moving a counter that others move too; whether it was still `expected`. It orders nothing else.
+OSSICLE_DEVICE bool take(uint32_t* counter, uint32_t expected, uint32_t desired) {
+#if defined(__CUDACC__)
+  uint32_t before;
+  asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(counter), "r"(expected), "r"(desired) : "memory");
+  return before == expected;
+#else
+  return __atomic_compare_exchange_n(counter, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 #endif
 }
 

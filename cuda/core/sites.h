@@ -53,6 +53,18 @@ enum class Site : uint32_t {
   LEAVE_ARRIVE,       // arrive: the last block leaves for all of them
   LEAVE_LEFT,         // publish: the launch touches memory no more
   FAULT_SEQUENCE,     // publish: a fault record is complete
+  NET_POST,           // fence: payload and requests are visible before the doorbell
+  NET_COMPLETION,     // consume: a request is done, its blocks may be written
+  HCA_DOORBELL,       // consume: work requests were published
+  HCA_RECORD,         // consume: more of them were, before their doorbell came
+  HCA_PAYLOAD,        // fence: earlier requests' payload is visible before this one's
+  HCA_FLAG,           // publish: payload of one word, which may tell that earlier payload is there
+  HCA_SOURCE,         // consume: a word that is read may tell that what is read next is there
+  HCA_ADD,            // atomic: tells that earlier payload is there
+  HCA_CQE,            // publish: a completion is complete, and so is what it tells of
+  HCA_CQ_RECORD,      // consume: completions were read, their places may be written
+  HCA_RECEIVES,       // consume: receives were posted
+  HCA_PEER_STATE,     // consume: the peer's queue was set up
 };
 
 OSSICLE_DEVICE bool dropped(Site site) {

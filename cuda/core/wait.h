@@ -9,7 +9,7 @@
 // The stop word lies in host memory, where a load costs the GPU about 1.1 us: it is read every POLLS_A_CHECK polls,
 // and so is the clock. A wait that passes the clock bound writes one fault record an operation, so that a hang has a
 // name, and goes on (or parks until it is stopped, if the host asked for that); it never lets a stream run past an
-// unfinished collective.
+// unfinished collective. A work request that failed is recorded apart from that, once for good, and always parks.
 #pragma once
 #include "memory.h"
 #if !defined(__CUDACC__) && !defined(OSSICLE_ORDER_MODEL)
@@ -111,24 +111,44 @@ struct Wait {
     if (bound == 0 || reported || now - since_ns < bound) return true;
     reported = true;
     report(now - since_ns);
-    if (!control->park_after_report) return true;
+    return !control->park_after_report || park();
+  }
+
+  // Whether the stop word has just been looked at. Who waits for more than one thing looks at the others then too.
+  OSSICLE_DEVICE bool due() const { return polls % POLLS_A_CHECK == 0; }
+
+  // Until it is stopped.
+  OSSICLE_DEVICE bool park() {
     while (!told_to_stop(control, state, parks)) rest();
     return false;
+  }
+
+  // Whether a work request of this rank failed, by any of its kernels; see fail.
+  OSSICLE_DEVICE bool failed() const { return load_word(&state->failed) != 0; }
+
+  // A work request to `of` failed: says so, the first of the rank that does, and parks.
+  OSSICLE_DEVICE bool fail(uint32_t of, uint32_t vendor) {
+    if (take(&state->failed, 0, 1)) write(control->failure, FAULT_COMPLETION, of, vendor, 0);
+    return park();
   }
 
   OSSICLE_DEVICE void report(uint64_t waited_ns) {
     const uint64_t ordinal = state->ordinal;
     if (exchange(&state->fault_claim, ordinal + 1) == ordinal + 1) return;
-    FaultRecord& fault = control->fault;
+    write(control->fault, FAULT_LATE, peer, 0, waited_ns);
+  }
+
+  OSSICLE_DEVICE void write(FaultRecord& fault, FaultCause cause, uint32_t of, uint32_t vendor, uint64_t waited_ns) {
+    const uint64_t ordinal = state->ordinal;
     slot_store(&fault.ordinal, ordinal);
     slot_store(&fault.waited_ns, waited_ns);
-    const uint64_t* started = control->started[peer];
+    const uint64_t* started = control->started[of];
     slot_store(&fault.peer_started, started ? load_word(started) : STARTED_UNKNOWN);
-    slot_store(&fault.cause, static_cast<uint32_t>(FAULT_LATE));
-    slot_store(&fault.peer, peer);
+    slot_store(&fault.cause, static_cast<uint32_t>(cause));
+    slot_store(&fault.peer, of);
     slot_store(&fault.channel, channel);
     slot_store(&fault.step, step);
-    slot_store(&fault.vendor, 0u);
+    slot_store(&fault.vendor, vendor);
     publish<Site::FAULT_SEQUENCE>(&fault.sequence, ordinal + 1);
   }
 

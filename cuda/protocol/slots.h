@@ -8,9 +8,10 @@
 //
 // Each side polls a counter that lies in its own memory. Positions count up for ever (64 bits), across launches.
 // To another host the CPU proxy is the receiver, or the sender, of a ring in host memory of this rank (src/proxy/). It
-// has no plan: what a slot holds the sender says in a note beside it.
+// has no plan: what a slot holds the sender says in a note beside it. Where the kernel itself posts to an HCA, the sender
+// fills a slot of its own, and work requests take slot and tail to the receiver, and the head back.
 #pragma once
-#include "../core/wait.h"
+#include "../net/post.h"
 
 namespace ossicle {
 
@@ -23,6 +24,7 @@ struct SlotRing {
   uint64_t slot_bytes;
   uint32_t count;
   uint32_t peer;
+  NetQueue* queue;  // where this side posts to an HCA, else NULL
 
   OSSICLE_DEVICE static SlotRing open(const Link& link, const ProgramWork& work, uint32_t channel, uint64_t position) {
     return SlotRing{link.slots + channel * work.slot_bytes * work.slots,
@@ -31,10 +33,12 @@ struct SlotRing {
                     position,
                     work.slot_bytes,
                     work.slots,
-                    link.peer};
+                    link.peer,
+                    net::Queues{work, channel}.of(link)};
   }
 
-  OSSICLE_DEVICE uint8_t* slot() const { return slots + position % count * slot_bytes; }
+  OSSICLE_DEVICE uint64_t offset() const { return position % count * slot_bytes; }
+  OSSICLE_DEVICE uint8_t* slot() const { return slots + offset(); }
 
   // Sender to a proxy: says what the slot holds, before it is published. One thread.
   OSSICLE_DEVICE void note(const Link& link, uint32_t channel, const SlotNote& note) const {
@@ -42,22 +46,24 @@ struct SlotRing {
     slot_store(link.notes + channel * stride + position % count, note);
   }
 
-  // Sender: waits until the next slot is free. One thread.
+  // Sender: waits until the next slot is free, and what tells the receiver of it has room. One thread.
   OSSICLE_DEVICE bool wait_free(const ProgramWork& work, uint32_t channel, uint32_t step) const {
     Wait wait = Wait::for_peer(work.control, work.state, peer, channel, step);
+    const net::Queues queues{work, channel};
     while (consume<Site::SLOT_FREE>(head) + count <= position) {
-      if (!wait.again()) return false;
+      if (!queues.again(wait)) return false;
     }
-    return true;
+    return queue == nullptr || queues.wait_room(wait, *queue, peer, net::PUT_BLOCKS);
   }
 
-  // Receiver: waits until the next slot is filled. One thread.
+  // Receiver: waits until the next slot is filled, and what gives it back has room. One thread.
   OSSICLE_DEVICE bool wait_filled(const ProgramWork& work, uint32_t channel, uint32_t step) const {
     Wait wait = Wait::for_peer(work.control, work.state, peer, channel, step);
+    const net::Queues queues{work, channel};
     while (consume<Site::SLOT_FILLED>(tail) <= position) {
-      if (!wait.again()) return false;
+      if (!queues.again(wait)) return false;
     }
-    return true;
+    return queue == nullptr || queues.wait_room(wait, *queue, peer, net::FLAG_BLOCKS);
   }
 };
 

@@ -280,6 +280,8 @@ pub trait Device: Any + Send + Sync {
     fn allocate(self: Arc<Self>, bytes: usize, placement: Placement) -> Result<Memory>;
     /// Called by `Memory`'s drop only.
     fn free(&self, address: *mut u8, bytes: usize, placement: Placement);
+    /// Writes to the beginning of memory of the device that no kernel uses yet.
+    fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<()>;
     /// Lets kernels see `bytes` of shared host memory at `address`; returns the address that kernels use.
     fn register(&self, address: *mut u8, bytes: usize) -> Result<*mut u8>;
     fn unregister(&self, address: *mut u8);
@@ -320,6 +322,17 @@ pub trait Device: Any + Send + Sync {
     fn allocate_user(&self, bytes: usize) -> Result<*mut c_void>;
     /// Frees what `allocate_user` gave; an error that names the pointer for anything else.
     fn free_user(&self, pointer: *mut c_void) -> Result<()>;
+}
+
+fn check_write(memory: &Memory, bytes: &[u8]) -> Result<()> {
+    match bytes.len() <= memory.bytes {
+        true => Ok(()),
+        false => Err(Error::internal(format!(
+            "{} bytes do not fit into {}",
+            bytes.len(),
+            memory.bytes
+        ))),
+    }
 }
 
 fn cannot_share(sharing: Sharing) -> Error {

@@ -5,7 +5,7 @@ use super::clique::Clique;
 use super::layout::{Control, State};
 use super::lending::Lending;
 use super::net_links::{Crossings, NetLinks, Network, OnFault};
-use super::network::{self, Net};
+use super::network::{self, Driver, Net};
 use super::settings::{self, Settings};
 use super::templates::{Own, Reached, Ring};
 use super::{running, Engine, KernelMemory};
@@ -14,9 +14,10 @@ use crate::device::{Device, DeviceKind, Memory, Placement};
 use crate::environment::switch;
 use crate::error::{Code, Error, Result};
 use crate::info;
+use crate::initiated::{self, Opened};
 use crate::plan::{self, Profile};
 use crate::proxy::RingGeometry;
-use crate::topology::host::HostIdentity;
+use crate::topology::host::{self, HostIdentity};
 use crate::topology::Hosts;
 use crate::transport::net::{self, Listener};
 use crate::transport::{Geometry, Limit, Linking, PeerInbox, Reach, TwoShotGeometry};
@@ -24,7 +25,7 @@ use crate::warning;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -42,6 +43,8 @@ struct RankInfo {
     reach: Reach,
     settings: Settings,
     net: Option<Net>,
+    /// The software HCA joins hosts that are faked on one.
+    machine: [u8; 32],
     /// Random; rank 0's names the communicator.
     token: u64,
     /// It may lend its buffers.
@@ -76,6 +79,7 @@ fn describe(device: &Arc<dyn Device>, ctas: (Option<u32>, Option<u32>), host: Op
         reach: Reach::of_this_process(device.as_ref(), p2p, shm),
         settings: Settings::read(device.as_ref(), ctas)?,
         net,
+        machine: host::machine()?,
         token: u64::from_ne_bytes(token),
         zero_copy: settings::zero_copy()?,
     })
@@ -157,14 +161,16 @@ fn budget(
     Ok((profile(blocks), Some(reservation)))
 }
 
-/// What goes over the network and who drives it, said once a communicator where the switch asks for something else.
-fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
+/// Who drives the network and what goes over it, said once a communicator where the switch asks for something else.
+fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver> {
     if hosts.count() == 1 {
-        return Ok(());
+        return Ok(Driver::Proxy);
     }
     let asked: Vec<Option<Net>> = ranks.iter().map(|info| info.net).collect();
-    let net = network::agree(&asked)?;
-    let driven = network::driver(ranks[0].settings.initiated, net);
+    let initiated = ranks[0].settings.initiated;
+    let one_machine = ranks.iter().all(|info| info.machine == ranks[0].machine);
+    let net = network::agree(&asked, initiated, one_machine)?;
+    let driven = network::driver(initiated, net);
     let (hosts, driver, reason) = (hosts.count(), driven.driver.name(), driven.reason);
     match (rank, driven.fallen_back) {
         (0, true) => warning!("{hosts} hosts over {}: {driver} ({reason})", net.name()),
@@ -174,27 +180,74 @@ fn say_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<()> {
             net.name()
         ),
     }
-    Ok(())
+    Ok(driven.driver)
 }
 
-/// Connects a rank with its neighbours on other hosts. Collective over `agree`, a gather, where there are several hosts:
-/// whoever waits in vain for a rank that failed learns the cause there.
-fn cross(
-    device: &Arc<dyn Device>,
+/// One rank's part in the making of links to other hosts.
+struct Crossing<'a> {
+    device: &'a Arc<dyn Device>,
+    session: &'a Session,
     crossings: Crossings,
-    profile: &Profile,
-    listener: Option<Listener>,
-    names: &[Option<net::Name>],
-    limit: &Limit,
-    agree: &dyn Fn(Result<Vec<u8>>) -> Result<Vec<Vec<u8>>>,
-) -> Result<Option<NetLinks>> {
-    if profile.hosts == 1 {
-        return Ok(None);
+    geometry: RingGeometry,
+    timeout: Duration,
+    limit: &'a Limit<'a>,
+}
+
+impl Crossing<'_> {
+    /// Collective where there are several hosts: whoever waits in vain for a rank that failed learns the cause in a gather.
+    fn cross(
+        self,
+        driver: Driver,
+        listener: Option<Listener>,
+        names: &[Option<net::Name>],
+    ) -> Result<Option<NetLinks>> {
+        match driver {
+            Driver::Proxy => self.proxied(listener, names),
+            Driver::Kernel => self.initiated(),
+        }
     }
-    let establish = |listener| NetLinks::establish(device, crossings, net_geometry(profile), listener, names, limit);
-    let links = listener.map(establish).transpose();
-    let all = agree(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
-    links.and_then(|links| all.map(|_| links))
+
+    fn gather(&self, payload: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+        self.session.all_gather(payload, self.timeout, self.limit.cancel)
+    }
+
+    fn proxied(mut self, listener: Option<Listener>, names: &[Option<net::Name>]) -> Result<Option<NetLinks>> {
+        let crossings = std::mem::take(&mut self.crossings);
+        let establish =
+            |listener| NetLinks::establish(self.device, crossings, self.geometry, listener, names, self.limit);
+        let links = listener.map(establish).transpose();
+        let all = self.gather(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
+        links.and_then(|links| all.map(|_| links))
+    }
+
+    /// Ranks without any such link take part in the gathers.
+    fn initiated(self) -> Result<Option<NetLinks>> {
+        let gather = |payload| self.gather(payload);
+        let open = || NetLinks::open_initiated(self.device, &self.crossings, self.geometry);
+        let opened = (!self.crossings.is_empty()).then(open).transpose();
+        let name = opened
+            .as_ref()
+            .map(|opened| opened.as_ref().map(|opened| opened.name()));
+        // Plain data of strings and numbers always has a JSON form.
+        let told = gather(
+            name.map(|name| serde_json::to_vec(&name).unwrap_or_default())
+                .map_err(Error::clone),
+        )?;
+        let heard = told.iter().zip(0..).map(|(bytes, rank): (_, u32)| {
+            serde_json::from_slice(bytes)
+                .map_err(|error| Error::internal(format!("the queues that rank {rank} tells of do not parse: {error}")))
+        });
+        let names: Result<Vec<Option<initiated::Name>>> = heard.collect();
+        let connect = |opened: Option<Opened>| {
+            let names = names?;
+            let links = opened.map(|opened| opened.connect(self.device.as_ref(), &names, self.limit));
+            links.transpose()
+        };
+        let connected = opened.and_then(connect);
+        // Nobody posts before all can take it.
+        gather(connected.as_ref().map(|_| Vec::new()).map_err(Error::clone))?;
+        connected.map(|links| links.map(|links| NetLinks::Initiated(Arc::new(links))))
+    }
 }
 
 impl Engine {
@@ -213,12 +266,12 @@ impl Engine {
         let ranks = parse(payloads)?;
         check(&ranks)?;
         let hosts = Hosts::group(ranks.iter().map(|info| &info.host));
-        say_driver(rank, &ranks, &hosts)?;
+        let driver = choose_driver(rank, &ranks, &hosts)?;
         let (profile, reservation) = budget(session, rank, &ranks, &hosts, timeout, cancel)?;
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
         let ring = Ring::new(hosts.ring());
         let crossings = Crossings::of(rank, &ring.all_reduce[rank as usize], &hosts);
-        let (listener, net) = match crossings.is_empty() {
+        let (listener, net) = match crossings.is_empty() || driver == Driver::Kernel {
             true => (None, None),
             false => Listener::open(session.derive("net")).map(|(listener, name)| (Some(listener), Some(name)))?,
         };
@@ -253,8 +306,18 @@ impl Engine {
         let lending = Lending::new(device.as_ref(), (links.path, profile.hosts), &devices, zero_copy);
         info!(Init, "rank {rank}: {lending}");
         let inboxes: Vec<Arc<PeerInbox>> = links.inboxes.iter().flatten().cloned().collect();
-        let agree = |own| session.all_gather(own, timeout, cancel);
-        let net = cross(&device, crossings, &profile, listener, &links.net, &limit, &agree);
+        let crossing = Crossing {
+            device: &device,
+            session,
+            crossings,
+            geometry: net_geometry(&profile),
+            timeout,
+            limit: &limit,
+        };
+        let net = match hosts.count() {
+            1 => Ok(None),
+            _ => crossing.cross(driver, listener, &links.net),
+        };
         let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
         let assembled = net.and_then(|net| {
             assemble(Parts {
@@ -345,6 +408,7 @@ pub(super) fn assemble(parts: Parts) -> Result<Engine> {
         order: Arc::default(),
         launched,
         faults_seen: AtomicU64::new(0),
+        failure_taken: AtomicBool::new(false),
         reservation: None,
     };
     running::enter(&engine);

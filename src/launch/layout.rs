@@ -1,5 +1,6 @@
 //! The structs of `cuda/layout.h`, written here and read by kernels. Sizes and offsets are asserted on both sides.
 
+use crate::initiated::NetQueue;
 use crate::transport::net::SlotNote;
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};
@@ -17,7 +18,10 @@ pub const LINE_BYTES: usize = 16;
 /// What a report says of a peer whose started word is out of reach, on another host.
 pub const STARTED_UNKNOWN: u64 = u64::MAX;
 
-/// What a wait that passed its clock bound reports; `sequence` is written last.
+/// `FaultRecord::cause` of a failed work request.
+pub const FAULT_COMPLETION: u32 = 2;
+
+/// What a wait reports: that it passed its clock bound, or that it found a failed work request. `sequence` is written last.
 #[repr(C)]
 pub struct FaultRecord {
     pub sequence: AtomicU64,
@@ -43,6 +47,7 @@ pub struct Control {
     pub borrowing: AtomicU64,
     pub out: AtomicU64,
     pub park_after_report: AtomicU32,
+    pub failure: FaultRecord,
 }
 
 /// One rank's counters between launches; device memory, which the CPU never reads.
@@ -54,6 +59,8 @@ pub struct State {
     pub arrivals: u32,
     pub stopped: u32,
     pub cleared: u64,
+    pub failed: u32,
+    pub pad: u32,
     pub sent: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub received: [[u64; MAX_CHANNELS]; MAX_LINKS],
     pub rounds: [u64; MAX_CHANNELS],
@@ -67,6 +74,16 @@ pub enum LinkKind {
     Memory = 0,
     /// The CPU proxy.
     Proxy = 1,
+    /// An HCA, to which the kernel posts.
+    Hca = 2,
+}
+
+/// What a link has besides slots and counters, by its kind.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub union Beside {
+    pub notes: *mut SlotNote,
+    pub queues: *mut NetQueue,
 }
 
 /// One direction of a link to one peer, channel 0.
@@ -76,8 +93,7 @@ pub struct Link {
     pub slots: *mut u8,
     pub tail: *mut u64,
     pub head: *mut u64,
-    /// Of a link to the proxy.
-    pub notes: *mut SlotNote,
+    pub beside: Beside,
     pub peer: u32,
     pub kind: LinkKind,
 }
@@ -107,7 +123,8 @@ pub struct ProgramWork {
     pub ranks: u32,
     pub chunks: u32,
     pub steps: u32,
-    pub pad: u32,
+    /// Links to an HCA, a bit each: send links first.
+    pub posting: u32,
     pub send: [Link; MAX_LINKS],
     pub recv: [Link; MAX_LINKS],
     pub step: [Step; MAX_STEPS],
@@ -183,11 +200,12 @@ unsafe impl Send for TwoShotWork {}
 unsafe impl Sync for TwoShotWork {}
 
 const _: () = {
-    assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 256);
+    assert!(size_of::<FaultRecord>() == 56 && size_of::<Control>() == 384);
     assert!(offset_of!(Control, fault) == 24 && offset_of!(Control, started) == 80);
-    assert!(size_of::<State>() == 40 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
+    assert!(offset_of!(Control, failure) == 232);
+    assert!(size_of::<State>() == 48 + (2 * MAX_LINKS + 1) * MAX_CHANNELS * 8);
     assert!(size_of::<Link>() == 40 && size_of::<SlotNote>() == 16 && size_of::<Step>() == 4);
-    assert!(offset_of!(Link, notes) == 24 && offset_of!(Link, kind) == 36);
+    assert!(offset_of!(Link, beside) == 24 && offset_of!(Link, kind) == 36);
     assert!(size_of::<ProgramWork>() == 88 + 2 * MAX_LINKS * 40 + MAX_STEPS * 4);
     assert!(offset_of!(ProgramWork, stride) == 56);
     assert!(size_of::<OneShotWork>() == 64 + MAX_RANKS * 8);
@@ -195,4 +213,4 @@ const _: () = {
 };
 
 /// Fingerprint of these layouts and of the inbox: ranks with another one cannot share memory.
-pub const FINGERPRINT: u64 = 4 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;
+pub const FINGERPRINT: u64 = 5 << 32 | (size_of::<ProgramWork>() as u64) << 16 | size_of::<State>() as u64;

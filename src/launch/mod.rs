@@ -38,8 +38,9 @@ use lending::{Lending, Reached};
 use net_links::Network;
 use order::{StreamOrder, Target};
 use parking_lot::Mutex;
+use std::any::Any;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use templates::Programs;
@@ -75,6 +76,7 @@ pub struct Engine {
     /// Eager launches.
     launched: Arc<AtomicU64>,
     faults_seen: AtomicU64,
+    failure_taken: AtomicBool,
     /// The hold on blocks of the GPU. It ends with the engine: replays of graphs that come later leave at once.
     reservation: Option<budget::Reservation>,
 }
@@ -85,7 +87,7 @@ struct KernelMemory {
     _state: Memory,
     /// By rank; None on other hosts.
     inboxes: Vec<Option<Arc<PeerInbox>>>,
-    _net: Option<Arc<Memory>>,
+    _net: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// What walks a program that moves bytes and reduces none.
@@ -344,11 +346,16 @@ impl Engine {
         }
     }
 
-    /// That the device failed, or what a kernel reported since the last call: a wait past the clock bound. The code of
-    /// that is ncclInProgress when it is a report only, ncclSystemError when OSSICLE_WAIT_FAIL made the kernel park.
+    /// That the device failed, a work request did, or what a kernel reported since the last call: a wait past the clock
+    /// bound. The code of that is ncclInProgress when it is a report only, ncclSystemError when OSSICLE_WAIT_FAIL made the kernel park.
     pub fn take_fault(&self) -> Option<Error> {
         if let Err(error) = self.device.health() {
             return Some(error);
+        }
+        if !self.failure_taken.load(Ordering::Relaxed) {
+            if let Some(error) = self.failed_request() {
+                return (!self.failure_taken.swap(true, Ordering::Relaxed)).then_some(error);
+            }
         }
         let fault = &self.control().fault;
         let sequence = fault.sequence.load(Ordering::Acquire);

@@ -1,4 +1,4 @@
-//! A rank's links to other hosts, and the CPU proxy's hold on them.
+//! A rank's links to other hosts, and who drives them.
 //!
 //! ```text
 //! kernel --> ring of slots and notes --> proxy --> connection --> proxy --> ring --> kernel
@@ -11,18 +11,25 @@
 //! rings for as long as the count says that a kernel may run.
 //!
 //! Replays of graphs are not counted. From a communicator's first capture to its end the proxy does not sleep.
+//!
+//! Where kernels drive the network (`initiated`) nothing of this stands between them and the HCA. The software HCA's
+//! thread is woken and kept awake in the same way.
 
 use super::{Engine, KernelMemory};
 use crate::bootstrap::Cancel;
 use crate::device::{Device, Memory, Placement};
 use crate::error::{Error, Result};
-use crate::launch::layout::FLAG_STRIDE;
+use crate::initiated::{self, Links, Opened};
+use crate::launch::layout::{Beside, Link, LinkKind, FLAG_STRIDE};
 use crate::plan::Program;
 use crate::proxy::{self, Awake, Client, Connection, Direction, Hold, Names, Ring, RingGeometry};
 use crate::topology::Hosts;
-use crate::transport::net::{self, Listener, Purpose, SlotNote};
+use crate::transport::hca;
+use crate::transport::net::{self, Listener, Purpose};
 use crate::transport::Limit;
+use crate::wire::mlx5::{syndrome, syndrome_text};
 use parking_lot::Mutex;
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,6 +41,7 @@ pub type OnFault = Box<dyn Fn(Error) + Send>;
 const REGION_ALIGNMENT: usize = 4096;
 
 /// The ranks of other hosts that a rank's program sends to and receives from.
+#[derive(Default)]
 pub(super) struct Crossings {
     rank: u32,
     sends: Vec<u32>,
@@ -71,23 +79,39 @@ impl Crossings {
 }
 
 /// Connected links to other hosts.
-pub(super) struct NetLinks {
-    crossings: Crossings,
-    geometry: RingGeometry,
-    memory: Arc<Memory>,
-    connections: Vec<Connection>,
-}
-
-/// One direction of a link as kernels see it: channel 0's addresses.
-pub(super) struct Addresses {
-    pub(super) slots: *mut u8,
-    pub(super) tail: *mut u64,
-    pub(super) head: *mut u64,
-    pub(super) notes: *mut SlotNote,
+pub(super) enum NetLinks {
+    Proxied(ProxyLinks),
+    Initiated(Arc<Links>),
 }
 
 impl NetLinks {
-    /// Connects with all peers, which do the same meanwhile. `names` are the ranks' listeners.
+    /// None where the peer is on this host.
+    pub(super) fn link(&self, direction: Direction, peer: u32) -> Option<Link> {
+        match self {
+            NetLinks::Proxied(links) => links.link(direction, peer),
+            NetLinks::Initiated(links) => links.addresses(direction, peer).map(|addresses| Link {
+                slots: addresses.slots,
+                tail: addresses.tail,
+                head: addresses.head,
+                beside: Beside {
+                    queues: addresses.queues,
+                },
+                peer,
+                kind: LinkKind::Hca,
+            }),
+        }
+    }
+
+    /// What the links' addresses point into.
+    pub(super) fn memory(&self) -> Arc<dyn Any + Send + Sync> {
+        match self {
+            NetLinks::Proxied(links) => links.memory.clone(),
+            NetLinks::Initiated(links) => links.clone(),
+        }
+    }
+
+    /// Links that the CPU proxy drives: connects with all peers, which do the same meanwhile. `names` are the ranks'
+    /// listeners.
     pub(super) fn establish(
         device: &Arc<dyn Device>,
         crossings: Crossings,
@@ -96,6 +120,41 @@ impl NetLinks {
         names: &[Option<net::Name>],
         limit: &Limit,
     ) -> Result<NetLinks> {
+        ProxyLinks::establish(device, crossings, geometry, listener, names, limit).map(NetLinks::Proxied)
+    }
+
+    /// Links that kernels drive, before they are connected.
+    pub(super) fn open_initiated(
+        device: &Arc<dyn Device>,
+        crossings: &Crossings,
+        geometry: RingGeometry,
+    ) -> Result<Opened> {
+        let geometry = initiated::Geometry {
+            channels: geometry.channels,
+            slots: geometry.slots,
+            slot_bytes: geometry.slot_bytes,
+        };
+        Opened::open(device, crossings.rank, &crossings.sends, &crossings.recvs, geometry)
+    }
+}
+
+/// Links that the CPU proxy drives.
+pub(super) struct ProxyLinks {
+    crossings: Crossings,
+    geometry: RingGeometry,
+    memory: Arc<Memory>,
+    connections: Vec<Connection>,
+}
+
+impl ProxyLinks {
+    fn establish(
+        device: &Arc<dyn Device>,
+        crossings: Crossings,
+        geometry: RingGeometry,
+        listener: Listener,
+        names: &[Option<net::Name>],
+        limit: &Limit,
+    ) -> Result<ProxyLinks> {
         let channels = 0..geometry.channels as u32;
         let rank = crossings.rank;
         let mut connects = Vec::new();
@@ -122,7 +181,7 @@ impl NetLinks {
         let memory = device
             .clone()
             .allocate(regions * region_bytes(geometry), Placement::Pinned)?;
-        let mut links = NetLinks {
+        let mut links = ProxyLinks {
             crossings,
             geometry,
             memory: Arc::new(memory),
@@ -154,20 +213,19 @@ impl NetLinks {
         Ok(())
     }
 
-    /// None where the peer is on this host.
-    pub(super) fn addresses(&self, direction: Direction, peer: u32) -> Option<Addresses> {
+    fn link(&self, direction: Direction, peer: u32) -> Option<Link> {
         let region = self.crossings.region(direction, peer)?;
         let base = self.memory.address.wrapping_add(region * region_bytes(self.geometry));
-        Some(Addresses {
+        Some(Link {
             slots: base.wrapping_add(self.geometry.slots_at()),
             tail: base.wrapping_add(self.geometry.tails()).cast(),
             head: base.wrapping_add(self.geometry.heads()).cast(),
-            notes: base.wrapping_add(self.geometry.notes()).cast(),
+            beside: Beside {
+                notes: base.wrapping_add(self.geometry.notes()).cast(),
+            },
+            peer,
+            kind: LinkKind::Proxy,
         })
-    }
-
-    pub(super) fn memory(&self) -> Arc<Memory> {
-        Arc::clone(&self.memory)
     }
 }
 
@@ -184,11 +242,18 @@ fn pairs<'a>(peers: &'a [u32], channels: &'a std::ops::Range<u32>) -> impl Itera
         .flat_map(|peer| channels.clone().map(move |channel| (*peer, channel)))
 }
 
-/// The proxy's service to one rank.
-pub(super) struct Network {
-    hold: Hold,
-    /// From the first capture on.
-    awake: Mutex<Option<Awake>>,
+/// Who serves one rank's links to other hosts.
+pub(super) enum Network {
+    Proxy {
+        hold: Hold,
+        /// From the first capture on.
+        awake: Mutex<Option<Awake>>,
+    },
+    Hca {
+        watch: hca::Watch,
+        awake: Mutex<Option<hca::Awake>>,
+        links: Arc<Links>,
+    },
 }
 
 impl Network {
@@ -201,14 +266,108 @@ impl Network {
     ) -> Result<Network> {
         let (memory, launched) = (Arc::clone(memory), Arc::clone(launched));
         let outstanding = move || launched.load(Ordering::Acquire) > memory.control().left.load(Ordering::Acquire);
-        let client = Client {
-            outstanding: Box::new(outstanding),
-            fault: Box::new(move |fault| on_fault(fault.error())),
-        };
-        Ok(Network {
-            hold: proxy::serve(device, links.connections, client)?,
-            awake: Mutex::default(),
+        Ok(match links {
+            NetLinks::Proxied(links) => {
+                let client = Client {
+                    outstanding: Box::new(outstanding),
+                    fault: Box::new(move |fault| on_fault(fault.error())),
+                };
+                Network::Proxy {
+                    hold: proxy::serve(device, links.connections, client)?,
+                    awake: Mutex::default(),
+                }
+            }
+            // Whose faults kernels find, and `Engine::take_fault`.
+            NetLinks::Initiated(links) => Network::Hca {
+                watch: links.watch(outstanding),
+                awake: Mutex::default(),
+                links,
+            },
         })
+    }
+
+    fn wake(&self) {
+        match self {
+            Network::Proxy { hold, .. } => hold.wake(),
+            Network::Hca { watch, .. } => watch.wake(),
+        }
+    }
+
+    fn stay_awake(&self) {
+        match self {
+            Network::Proxy { hold, awake } => {
+                awake.lock().get_or_insert_with(|| hold.keep_awake());
+            }
+            Network::Hca { links, awake, .. } => {
+                awake.lock().get_or_insert_with(|| links.keep_awake());
+            }
+        }
+    }
+
+    fn let_sleep(&self) {
+        match self {
+            Network::Proxy { awake, .. } => drop(awake.lock().take()),
+            Network::Hca { awake, .. } => drop(awake.lock().take()),
+        }
+    }
+
+    /// Whether what was sent is on its way; looks for so long.
+    fn drain(&self, interval: Duration, cancel: &Cancel) -> Result<bool> {
+        let deadline = Instant::now() + interval;
+        match self {
+            Network::Proxy { hold, .. } => match hold.drain(deadline, cancel) {
+                Err(_) if Instant::now() >= deadline && !cancel.is_set() => Ok(false),
+                outcome => outcome.map(|()| true),
+            },
+            Network::Hca { links, .. } => {
+                links.wake();
+                while !links.is_drained() {
+                    if cancel.is_set() {
+                        return Err(Error::usage("the call was ended by ncclCommAbort"));
+                    }
+                    if Instant::now() >= deadline {
+                        return Ok(false);
+                    }
+                    std::thread::sleep(Duration::from_micros(50));
+                }
+                Ok(true)
+            }
+        }
+    }
+}
+
+/// What failed of this rank's requests, as kernels find it or the CPU.
+struct FailedRequest {
+    peer: u32,
+    channel: u32,
+    syndrome: u8,
+    vendor: u8,
+    /// Operation and step, where a kernel waited.
+    seen: Option<(u64, u32)>,
+}
+
+impl FailedRequest {
+    fn error(&self, rank: u32, place: &str) -> Error {
+        let FailedRequest {
+            peer,
+            channel,
+            syndrome,
+            vendor,
+            ..
+        } = self;
+        let seen = match self.seen {
+            Some((operation, step)) => format!(", seen in operation {operation}, step {step}"),
+            None => String::new(),
+        };
+        let text = format!(
+            "rank {rank}: a work request to rank {peer} ({place}) failed on channel {channel}{seen}: syndrome {syndrome:#04x}, \
+             vendor syndrome {vendor:#04x}: {}",
+            syndrome_text(*syndrome)
+        );
+        match *syndrome {
+            syndrome::LOCAL_LENGTH | syndrome::LOCAL_QP_OP | syndrome::LOCAL_PROTECTION | 0x11 => Error::system(text),
+            _ => Error::remote(text),
+        }
     }
 }
 
@@ -217,7 +376,7 @@ impl Engine {
     pub(super) fn count_launches(&self, launches: u64) {
         self.launched.fetch_add(launches, Ordering::Release);
         if let Some(network) = &self.network {
-            network.hold.wake();
+            network.wake();
         }
     }
 
@@ -229,7 +388,7 @@ impl Engine {
     /// The communicator is captured.
     pub(super) fn stay_awake(&self) {
         if let Some(network) = &self.network {
-            network.awake.lock().get_or_insert_with(|| network.hold.keep_awake());
+            network.stay_awake();
         }
     }
 
@@ -239,16 +398,52 @@ impl Engine {
         const INTERVAL: Duration = Duration::from_millis(100);
         let Some(network) = &self.network else { return Ok(()) };
         // No replay may be under way any more.
-        drop(network.awake.lock().take());
-        loop {
-            let deadline = Instant::now() + INTERVAL;
-            match network.hold.drain(deadline, cancel) {
-                Err(_) if Instant::now() >= deadline && !cancel.is_set() => {}
-                outcome => return outcome,
+        network.let_sleep();
+        while !network.drain(INTERVAL, cancel)? {
+            if let Some(error) = self.failed_request() {
+                return Err(error);
             }
             if let Some(error) = give_up() {
                 return Err(error);
             }
+        }
+        Ok(())
+    }
+
+    /// A work request that failed: kernels record it where one waits, and the CPU sees it in the queues where none does.
+    pub(super) fn failed_request(&self) -> Option<Error> {
+        let Some(Network::Hca { links, .. }) = &self.network else {
+            return None;
+        };
+        let record = &self.control().failure;
+        let failed = match record.sequence.load(Ordering::Acquire) {
+            0 => links.failure().map(|failed| FailedRequest {
+                peer: failed.peer,
+                channel: failed.channel,
+                syndrome: failed.syndrome,
+                vendor: failed.vendor,
+                seen: None,
+            })?,
+            sequence => {
+                let vendor = record.vendor.load(Ordering::Relaxed);
+                FailedRequest {
+                    peer: record.peer.load(Ordering::Relaxed),
+                    channel: record.channel.load(Ordering::Relaxed),
+                    syndrome: vendor as u8,
+                    vendor: (vendor >> 8) as u8,
+                    seen: Some((sequence - 1, record.step.load(Ordering::Relaxed))),
+                }
+            }
+        };
+        let place = self.places.get(failed.peer as usize).map_or("?", String::as_str);
+        Some(failed.error(self.rank, place))
+    }
+
+    #[cfg(test)]
+    pub(super) fn initiated(&self) -> Option<&Arc<Links>> {
+        match &self.network {
+            Some(Network::Hca { links, .. }) => Some(links),
+            _ => None,
         }
     }
 }

@@ -24,12 +24,7 @@ impl Net {
         )?;
         match net {
             Some(Net::Ib) => check_ib()?,
-            Some(Net::Hca) => {
-                return Err(Error::usage(
-                    "NCCL_NET is HCA, which is not built yet in this version of Ossicle: unset NCCL_NET, or set it to Socket",
-                ))
-            }
-            Some(Net::Socket) | None => {}
+            Some(Net::Socket | Net::Hca) | None => {}
         }
         Ok(net)
     }
@@ -64,14 +59,31 @@ fn check_ib() -> Result<()> {
     }
 }
 
-/// The network between the hosts of a communicator, from what its ranks ask for; an error where it is not built.
-pub(super) fn agree(asked: &[Option<Net>]) -> Result<Net> {
-    match asked.iter().position(|net| *net == Some(Net::Ib)) {
-        None => Ok(Net::Socket),
-        Some(rank) => Err(Error::usage(format!(
+/// The network between the hosts of a communicator, from what its ranks ask for; an error where it is not built. The
+/// software HCA joins processes of one machine, whose hosts are faked.
+pub(super) fn agree(asked: &[Option<Net>], initiated: Initiated, one_machine: bool) -> Result<Net> {
+    let asks = |wanted: Net| asked.iter().position(|net| *net == Some(wanted));
+    if let Some(rank) = asks(Net::Ib) {
+        return Err(Error::usage(format!(
             "NCCL_NET is IB on rank {rank} and the ranks are on several hosts: RDMA between hosts is not built yet in this \
              version of Ossicle; unset NCCL_NET, or set it to Socket"
+        )));
+    }
+    match (asks(Net::Hca), asks(Net::Socket)) {
+        (Some(hca), Some(socket)) => Err(Error::usage(format!(
+            "NCCL_NET is HCA on rank {hca} and Socket on rank {socket}: set it alike on all ranks"
         ))),
+        (Some(rank), None) if !one_machine => Err(Error::usage(format!(
+            "NCCL_NET is HCA on rank {rank} and the ranks are on several machines, which the software HCA does not join in \
+             this version of Ossicle; unset NCCL_NET, or set it to Socket"
+        ))),
+        (Some(rank), None) if initiated == Initiated::Cpu => Err(Error::usage(format!(
+            "NCCL_NET is HCA on rank {rank} and NCCL_GPU_INITIATED is 0, but no CPU thread posts to the software HCA in this \
+             version of Ossicle; set NCCL_NET to Socket, or NCCL_GPU_INITIATED to 1"
+        ))),
+        (Some(_), None) => Ok(Net::Hca),
+        (None, None) if initiated == Initiated::Gpu && one_machine => Ok(Net::Hca),
+        (None, _) => Ok(Net::Socket),
     }
 }
 
@@ -100,12 +112,15 @@ impl Initiated {
 pub(super) enum Driver {
     /// The CPU proxy.
     Proxy,
+    /// The kernels, which post work requests.
+    Kernel,
 }
 
 impl Driver {
     pub(super) fn name(self) -> &'static str {
         match self {
             Driver::Proxy => "CPU proxy",
+            Driver::Kernel => "kernels",
         }
     }
 }
@@ -120,13 +135,20 @@ pub(super) struct Driven {
 
 /// The one place where the switch is decided. Pure: every rank comes to the same answer.
 pub(super) fn driver(asked: Initiated, net: Net) -> Driven {
+    let kernel = |reason| Driven {
+        driver: Driver::Kernel,
+        reason,
+        fallen_back: false,
+    };
     let (reason, fallen_back) = match (asked, net) {
+        (Initiated::Gpu, Net::Hca) => return kernel("NCCL_GPU_INITIATED is 1"),
+        (Initiated::Auto, Net::Hca) => return kernel("this network has no other driver"),
         (Initiated::Cpu, _) => ("NCCL_GPU_INITIATED is 0", false),
         (Initiated::Gpu, Net::Socket) => (
             "NCCL_GPU_INITIATED is 1, but no kernel can post to a TCP socket: a CPU thread does, as with 0",
             true,
         ),
-        (Initiated::Gpu, Net::Ib | Net::Hca) => (
+        (Initiated::Gpu, Net::Ib) => (
             "NCCL_GPU_INITIATED is 1, but kernels do not drive this network in this version of Ossicle: a CPU thread does, as \
              with 0",
             true,
@@ -140,10 +162,11 @@ pub(super) fn driver(asked: Initiated, net: Net) -> Driven {
     }
 }
 
-/// What goes between hosts and who drives it, of a communicator whose ranks have this process's environment.
+/// What goes between hosts and who drives it, of a communicator whose ranks have this process's environment and machine.
 pub fn between_hosts() -> Result<String> {
-    let net = agree(&[Net::read()?])?;
-    let Driven { driver, reason, .. } = driver(Initiated::read()?, net);
+    let initiated = Initiated::read()?;
+    let net = agree(&[Net::read()?], initiated, true)?;
+    let Driven { driver, reason, .. } = driver(initiated, net);
     Ok(format!("{}, driven by the {} ({reason})", net.name(), driver.name()))
 }
 
@@ -174,11 +197,39 @@ mod tests {
 
     #[test]
     fn a_network_that_is_not_built_is_refused_with_the_rank_that_asks_for_it() {
-        assert_eq!(agree(&[None, Some(Net::Socket)]), Ok(Net::Socket));
-        let error = agree(&[None, Some(Net::Ib)]).unwrap_err();
+        let between = |asked: &[Option<Net>]| agree(asked, Initiated::Auto, true);
+        assert_eq!(between(&[None, Some(Net::Socket)]), Ok(Net::Socket));
+        let error = between(&[None, Some(Net::Ib)]).unwrap_err();
         assert!(
             error.text.contains("IB on rank 1") && error.text.contains("Socket"),
             "{error}"
+        );
+    }
+
+    #[test]
+    fn the_hca_is_chosen_by_its_name_or_for_kernels_that_would_drive_and_within_a_machine() {
+        use Initiated::{Auto, Cpu, Gpu};
+        let hca = [None, Some(Net::Hca)];
+        for initiated in [Auto, Gpu] {
+            assert_eq!(agree(&hca, initiated, true), Ok(Net::Hca));
+            assert_eq!(driver(initiated, Net::Hca).driver, Driver::Kernel);
+        }
+        assert_eq!(agree(&[None; 2], Gpu, true), Ok(Net::Hca));
+        for (asked, initiated, one_machine) in [(None, Auto, true), (None, Gpu, false), (Some(Net::Socket), Gpu, true)]
+        {
+            assert_eq!(agree(&[None, asked], initiated, one_machine), Ok(Net::Socket));
+        }
+        let refused = |asked: &[Option<Net>], initiated, one_machine, part: &str| {
+            let error = agree(asked, initiated, one_machine).unwrap_err();
+            assert!(error.text.contains(part), "{error}");
+        };
+        refused(&hca, Cpu, true, "HCA on rank 1 and NCCL_GPU_INITIATED is 0");
+        refused(&hca, Gpu, false, "HCA on rank 1 and the ranks are on several machines");
+        refused(
+            &[Some(Net::Socket), Some(Net::Hca)],
+            Gpu,
+            true,
+            "HCA on rank 1 and Socket on rank 0",
         );
     }
 }

@@ -1,8 +1,8 @@
 //! Templates of the kernels' parameters: all that an operation does not change, with every address resolved.
 
 use super::layout::{
-    Control, LentAddress, Link, LinkKind, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS, MAX_RANKS,
-    MAX_STEPS, NO_ROOT,
+    Beside, Control, LentAddress, Link, LinkKind, OneShotWork, ProgramWork, State, Step, TwoShotWork, MAX_LINKS,
+    MAX_RANKS, MAX_STEPS, NO_ROOT,
 };
 use super::net_links::NetLinks;
 use crate::error::{Error, Result};
@@ -64,15 +64,7 @@ impl Reached<'_> {
     }
 
     fn net(&self, direction: Direction, peer: u32) -> Option<Link> {
-        let addresses = self.net?.addresses(direction, peer)?;
-        Some(Link {
-            slots: addresses.slots,
-            tail: addresses.tail,
-            head: addresses.head,
-            notes: addresses.notes,
-            peer,
-            kind: LinkKind::Proxy,
-        })
+        self.net?.link(direction, peer)
     }
 }
 
@@ -110,7 +102,7 @@ impl Own {
             slots: null_mut(),
             tail: null_mut(),
             head: null_mut(),
-            notes: null_mut(),
+            beside: Beside { notes: null_mut() },
             peer: 0,
             kind: LinkKind::Memory,
         };
@@ -161,7 +153,7 @@ impl Own {
             ranks: profile.ranks,
             chunks: own.chunks,
             steps: own.steps.len() as u32,
-            pad: 0,
+            posting: posting(&send) | posting(&recv) << MAX_LINKS,
             send,
             recv,
             step: steps(own),
@@ -215,6 +207,15 @@ impl Own {
             counters,
         }
     }
+}
+
+/// A bit for each link to an HCA.
+fn posting(links: &[Link; MAX_LINKS]) -> u32 {
+    let bits = links
+        .iter()
+        .zip(0..)
+        .map(|(link, bit)| u32::from(link.kind == LinkKind::Hca) << bit);
+    bits.fold(0, |all, bit| all | bit)
 }
 
 /// The same links under another program.

@@ -15,6 +15,7 @@ use std::os::fd::BorrowedFd;
 
 mod graphs;
 mod hosts;
+mod initiated;
 mod lending;
 mod moves;
 #[path = "../../tests/oracle/mod.rs"]

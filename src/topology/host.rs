@@ -34,6 +34,11 @@ impl HostIdentity {
     }
 }
 
+/// A digest of this process's machine, whatever host its rank is said to be on.
+pub fn machine() -> Result<[u8; 32]> {
+    Ok(digest(format!("{} {}", full_name(), boot_id()?).as_bytes()))
+}
+
 impl fmt::Display for HostIdentity {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let [a, b, c, d, ..] = self.digest;

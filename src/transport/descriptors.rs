@@ -50,15 +50,15 @@ pub struct Limit<'a> {
 
 /// Where a rank gives its descriptor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Address {
+pub struct Address {
     name: [u8; 16],
     token: [u8; TOKEN_BYTES],
 }
 
 /// A rank's socket for one exchange.
-pub(super) struct Exchange {
+pub struct Exchange {
     socket: Descriptor,
-    pub(super) address: Address,
+    address: Address,
     /// Whose processes may take part.
     user: u32,
 }
@@ -235,7 +235,7 @@ fn receive(connection: &Descriptor) -> Incoming {
 }
 
 impl Exchange {
-    pub(super) fn open() -> Result<Exchange> {
+    pub fn open() -> Result<Exchange> {
         let mut random = [[0; 16]; 2];
         for part in &mut random {
             getrandom::fill(part).map_err(|error| Error::system(format!("no random numbers: {error}")))?;
@@ -254,9 +254,13 @@ impl Exchange {
         })
     }
 
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
     /// Gives `fd` to every rank that has an address and takes one from each; `rank` is this one's own number. What
     /// came, by rank.
-    pub(super) fn run(
+    pub fn run(
         &self,
         rank: usize,
         peers: &[Option<&Address>],

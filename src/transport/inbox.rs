@@ -215,7 +215,7 @@ impl Inbox {
             // An address is nobody else's while the inbox is there.
             key: inbox.base() as u64,
             ticket,
-            address: passed.as_ref().map(|(_, exchange)| exchange.address.clone()),
+            address: passed.as_ref().map(|(_, exchange)| exchange.address().clone()),
         };
         OFFERED.get().lock().insert(name.key, inbox.clone());
         Ok(Inbox { inbox, name, passed })

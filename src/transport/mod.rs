@@ -7,14 +7,16 @@
 //! - `Shm`: an inbox is host memory shared between processes (a memfd), which a GPU sees as pinned memory.
 
 mod descriptors;
+pub mod hca;
 mod inbox;
 mod links;
 #[cfg(test)]
 mod links_tests;
+pub mod mlx5;
 pub mod net;
 mod shared;
 
-pub use descriptors::Limit;
+pub use descriptors::{Address, Exchange, Limit};
 pub use inbox::{Geometry, Inbox, PeerInbox, TwoShotGeometry};
 pub use links::{Linking, Links};
 

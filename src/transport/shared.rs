@@ -78,6 +78,15 @@ impl Segment {
         Ok(segment)
     }
 
+    pub(super) fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Where this process sees it.
+    pub(super) fn address(&self) -> *mut u8 {
+        self.mapping
+    }
+
     pub(super) fn kernel_address(&self) -> *mut u8 {
         self.kernel_address
     }

@@ -89,6 +89,8 @@ fn role() {
         Ok("exit") => drop(make(2)),
         Ok("killed") => killed(),
         Ok("forced_over_hosts") => hosts::forced(),
+        Ok("hca_by_cpu") => hosts::hca_by_cpu(),
+        Ok("driven_by_kernels") => hosts::driven_by_kernels(),
         Ok("cycles_over_hosts") => cycles(hosts::cycle),
         Ok("fork_over_hosts") => hosts::fork(),
         Ok("killed_over_hosts") => hosts::killed(),

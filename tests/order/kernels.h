@@ -18,7 +18,7 @@ inline Link link_from(World& world, uint32_t sender, uint32_t receiver) {
   Rank& from = world.rank[sender];
   Rank& to = world.rank[receiver];
   if (is_proxied(world, sender)) return Link{from.net_slots, from.net_tail, from.net_head, from.notes, receiver, LINK_PROXY};
-  return Link{to.slots, to.tail, from.head, nullptr, receiver, LINK_MEMORY};
+  return Link{to.slots, to.tail, from.head, {nullptr}, receiver, LINK_MEMORY};
 }
 
 // The same link as its receiver has it.
@@ -26,6 +26,22 @@ inline Link link_to(World& world, uint32_t sender, uint32_t receiver) {
   Rank& to = world.rank[receiver];
   if (is_proxied(world, sender)) return Link{to.slots, to.tail, to.net_drained, nullptr, sender, LINK_PROXY};
   return Link{to.slots, to.tail, world.rank[sender].head, nullptr, sender, LINK_MEMORY};
+}
+
+inline void add_links(World& world, uint32_t rank, const PlannedProgram& plan, ProgramWork& work) {
+  Rank& me = world.rank[rank];
+  work.send[0] = link_from(world, rank, plan.send);
+  work.recv[0] = link_to(world, plan.recv, rank);
+  if (me.posts) {
+    work.send[0] = Link{me.sent, nullptr, me.head, {nullptr}, plan.send, LINK_HCA};
+    work.send[0].queues = me.sending;
+    work.posting |= 1;
+  }
+  if (world.rank[plan.recv].posts) {
+    work.recv[0] = Link{me.slots, me.tail, nullptr, {nullptr}, plan.recv, LINK_HCA};
+    work.recv[0].queues = me.receiving;
+    work.posting |= 1u << MAX_LINKS;
+  }
 }
 
 inline void prepare_program(World& world, uint32_t rank, const Op& op) {
@@ -46,8 +62,7 @@ inline void prepare_program(World& world, uint32_t rank, const Op& op) {
   work.ranks = world.ranks;
   work.chunks = plan.chunks;
   work.steps = static_cast<uint32_t>(plan.steps.size());
-  work.send[0] = link_from(world, rank, plan.send);
-  work.recv[0] = link_to(world, plan.recv, rank);
+  add_links(world, rank, plan, work);
   std::copy(plan.steps.begin(), plan.steps.end(), work.step);
 }
 

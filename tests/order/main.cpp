@@ -37,6 +37,41 @@ std::vector<PlannedProgram> read_programs(const char* path) {
   return programs;
 }
 
+// Links of the ring that go through HCAs, and perhaps a request that fails.
+void add_hcas(World& world, Random& random) {
+  const bool any = random.one_in(2);
+  for (uint32_t r = 0; r < world.ranks; ++r) {
+    Rank& rank = world.rank[r];
+    rank.posts = any && !is_proxied(world, r) && random.one_in(2);
+    rank.hca.open(reinterpret_cast<uint8_t*>(&rank), sizeof(Rank));
+  }
+  const auto address = [](const void* of) { return reinterpret_cast<uint64_t>(of); };
+  for (uint32_t r = 0; r < world.ranks; ++r) {
+    Rank &rank = world.rank[r], &next = world.rank[(r + 1) % world.ranks];
+    rank.hca.view[1] = next.hca.seen();
+    next.hca.view[2] = rank.hca.seen();
+    if (!rank.posts) continue;
+    const uint32_t bytes = world.slots * world.slot_bytes;
+    for (uint32_t c = 0; c < BLOCKS; ++c) {
+      const uint32_t log = random.below(HCA_MAX_LOG_BLOCKS), first = random.one_in(2) ? 0xfffc + random.below(4) : 0;
+      NetQueue& sending = rank.sending[c];
+      sending = rank.hca.connect(SENDING + c, 1, RECEIVING + c, log + 1, log + 1, first);
+      sending.local_slots = address(rank.sent + c * bytes);
+      sending.remote_slots = address(next.slots + c * bytes);
+      sending.flag.remote.address = mlx5::be64(address(next.tail + c * FLAG_STRIDE));
+      NetQueue& receiving = next.receiving[c];
+      receiving = next.hca.connect(RECEIVING + c, 2, SENDING + c, log, log, first + 1);
+      receiving.flag.remote.address = mlx5::be64(address(rank.head + c * FLAG_STRIDE));
+    }
+    if (!random.one_in(8)) continue;
+    Hca& failing = random.one_in(2) ? rank.hca : next.hca;
+    const uint32_t end = &failing == &rank.hca ? SENDING : RECEIVING;
+    failing.fault = hca::InjectedFault{random.below(8), hca_qp_number(end + random.below(BLOCKS)), hca::FAULT_SYNDROME,
+                                       mlx5::REMOTE_ACCESS, 0x45, 0};
+    failing.engine.faults = 1;
+  }
+}
+
 World make_world(Random& random) {
   World world{};
   world.ranks = 2 + random.below(RANKS - 1);
@@ -67,7 +102,9 @@ World make_world(Random& random) {
     for (uint32_t c = 0; c < 2 * (world.ranks - 1) * BLOCKS; ++c) {
       rank.counters[c * FLAG_STRIDE] = base;
     }
+    rank.hca_buffer = memory->add_buffer();
   }
+  add_hcas(world, random);
   const uint32_t ops = 2 + random.below(4);
   for (uint32_t number = 0; number < ops; ++number) {
     Op op{};
@@ -126,6 +163,25 @@ void check_fault(const World& world, uint32_t r, const Op& op, uint64_t& known) 
   if (!right) found("a fault record with wrong contents");
 }
 
+// The record of a failed work request, if there is one.
+bool check_failure(const World& world, uint32_t r, const Op& op) {
+  const FaultRecord& failure = world.rank[r].control.failure;
+  const uint64_t sequence = memory->load(&failure.sequence, 8, Kind::ORDERED);
+  if (sequence == 0) return false;
+  const uint64_t ordinal = memory->load(&failure.ordinal, 8, Kind::RELAXED);
+  const uint64_t cause = memory->load(&failure.cause, 4, Kind::RELAXED);
+  const uint64_t peer = memory->load(&failure.peer, 4, Kind::RELAXED);
+  const uint64_t channel = memory->load(&failure.channel, 4, Kind::RELAXED);
+  const uint64_t vendor = memory->load(&failure.vendor, 4, Kind::RELAXED);
+  const hca::InjectedFault& fault = world.rank[r].hca.fault;
+  const uint32_t place = fault.qp & hca::QP_PLACE_MASK;
+  const uint32_t failing = (place < RECEIVING ? r + 1 : r + world.ranks - 1) % world.ranks;
+  const bool right = ordinal + 1 == sequence && ordinal == op.number && cause == FAULT_COMPLETION && peer == failing &&
+                     channel == place % BLOCKS && vendor == (fault.vendor_syndrome << 8 | fault.syndrome);
+  if (!right) found("a record of a failed work request with wrong contents");
+  return true;
+}
+
 // One rank's host: launches its operations in stream order and looks at each as soon as it has left.
 class Host {
  public:
@@ -133,7 +189,10 @@ class Host {
 
   void run() {
     operate();
-    ++world_.ended;
+    // A request that no kernel of this rank has to wait for may fail: peers wait for it.
+    for (++world_.ended; world_.ended < world_.ranks; pause()) {
+      if (me_.hca.failed() && !world_.failed) fail();
+    }
   }
 
   // Nobody writes to an aborted rank's buffers.
@@ -147,6 +206,7 @@ class Host {
   void operate() {
     Agent& host = memory->agents[host_of(r_)];
     for (const Op& op : world_.ops) {
+      if (world_.failed) break;
       Random& random = memory->schedule.random;
       if (random.one_in(4)) memory->schedule.sleep(random.below(1500));
       const bool before = random.one_in(2);
@@ -161,6 +221,7 @@ class Host {
         if (r_ == world_.absent) launch(op, host);
       }
       await(op, host, !aborted);
+      if (world_.failed) break;
       if (!aborted) continue;
       // A kernel that is queued behind, or another replay. (One whose data goes as lines may overwrite those of two operations
       // before, which a peer then waits for in vain; it will be aborted too.)
@@ -176,11 +237,14 @@ class Host {
   void await(const Op& op, Agent& host, bool completed) {
     while (memory->load(&me_.control.left, 8, Kind::ORDERED) <= op.number) {
       check_fault(world_, r_, op, fault_);
+      // Sooner or later the host sees by itself one that no kernel of this rank has to wait for: peers wait for it.
+      const bool seen = me_.hca.failed() && memory->schedule.random.one_in(256);
+      if (!world_.failed && (check_failure(world_, r_, op) || seen)) fail();
       pause();
     }
     const View at_left = host.view;
     check_fault(world_, r_, op, fault_);
-    if (completed) check_output(op);
+    if (completed && !world_.failed) check_output(op);
     while (!ended(op)) pause();
     end(op, host, at_left);
   }
@@ -255,6 +319,18 @@ class Host {
     }
   }
 
+  void stop_all() {
+    for (uint32_t r = 0; r < world_.ranks; ++r) {
+      uint64_t& stop = world_.rank[r].control.stop;
+      memory->write(&stop, 8, stop | STOP_ABORT);
+    }
+  }
+
+  void fail() {
+    world_.failed = true;
+    stop_all();
+  }
+
   void check_output(const Op& op) {
     for (uint32_t i = 0; i < op.kernel->outputs(world_, op); ++i) {
       const uint32_t got = uint32_t(memory->load(me_.output + op.offset_of(r_) + i, 4, Kind::PAYLOAD));
@@ -298,6 +374,13 @@ class Host {
   std::vector<uint32_t> after_;
 };
 
+// Beside the kernels, until all hosts are done. What they left in the queues then is nobody's.
+void run_engine(World& world, Rank& rank) {
+  while (world.ended < world.ranks) {
+    if ((hca::step(rank.hca.engine) & hca::WORKED) == 0) pause();
+  }
+}
+
 void run(uint64_t number) {
   seed = number;
   // Only a kernel that never comes to a primitive gets so far; any other hang the scheduler finds.
@@ -318,6 +401,10 @@ void run(uint64_t number) {
   for (uint32_t r = 0; r < world.ranks; ++r) {
     model.agents[host_of(r)].rank = r;
     model.schedule.start(host_of(r), [&hosts, r] { hosts[r].run(); });
+    // An engine sees memory as no rank's kernels do.
+    model.agents[engine_of(r)].rank = 2 * RANKS + r;
+    model.agents[engine_of(r)].buffer = world.rank[r].hca_buffer;
+    model.schedule.start(engine_of(r), [&world, r] { run_engine(world, world.rank[r]); });
   }
   std::vector<Proxy> proxies;
   for (uint32_t r = 0; r < world.ranks; ++r) proxies.emplace_back(world, r);

@@ -1,4 +1,4 @@
-// Ranks with the memory that the library gives them: inboxes, links, counters, control blocks (src/transport/inbox.rs,
+// Ranks with the memory that the library gives them: inboxes, links, counters, control blocks, HCAs (src/transport/inbox.rs,
 // src/launch/connect.rs), small enough that every ring wraps within a few chunks.
 #pragma once
 #include <string>
@@ -7,14 +7,16 @@
 #include "collective/program.h"
 #include "collective/two_shot_direct.h"
 #include "collective/two_shot_move.h"
+#include "hca.h"
 
 namespace ossicle::model {
 
 constexpr uint32_t BLOCKS = 2, THREADS = 4, COUNT = 96, LINES = COUNT / 2;
-constexpr uint32_t AGENTS_A_RANK = 1 + BLOCKS * THREADS;
+constexpr uint32_t AGENTS_A_RANK = 2 + BLOCKS * THREADS;
+static_assert(BLOCKS == HCA_CHANNELS, "queue pairs of every channel");
 constexpr uint32_t RANKS = 4;
 // Behind the ranks' agents come their proxies', one each.
-static_assert(RANKS * (AGENTS_A_RANK + 1) <= MAX_AGENTS && 2 * RANKS <= MAX_RANKS, "views are too short");
+static_assert(RANKS * (AGENTS_A_RANK + 1) <= MAX_AGENTS && 3 * RANKS <= MAX_RANKS, "views are too short");
 
 struct Kernel;
 
@@ -64,6 +66,7 @@ struct alignas(128) Rank {
   State state;
   uint32_t input[RANKS * COUNT + 4], output[RANKS * COUNT + 4];
   alignas(16) uint8_t slots[BLOCKS * 3 * 128];
+  alignas(16) uint8_t sent[BLOCKS * 3 * 128];  // the sender's own slots, where the link goes through the HCA
   uint64_t tail[BLOCKS * FLAG_STRIDE], head[BLOCKS * FLAG_STRIDE];
   // Of links that a proxy moves: the ring that this rank fills, and the head of the one that it drains (slots and tail).
   alignas(16) uint8_t net_slots[BLOCKS * 3 * 128];
@@ -82,6 +85,11 @@ struct alignas(128) Rank {
   // What happened before the next launch.
   View view;
   Buffer* buffers[BLOCKS];
+  // The link to the next rank goes through the HCA, so both ends post.
+  bool posts;
+  NetQueue sending[BLOCKS], receiving[BLOCKS];
+  Hca hca;
+  Buffer* hca_buffer;
 };
 
 struct World {
@@ -92,6 +100,8 @@ struct World {
   static constexpr uint32_t NEVER = ~0u;
   uint32_t aborted_in;
   uint32_t absent;
+  // A work request failed: all are stopped.
+  bool failed;
   // By bits: the ranks whose slots go to the next rank by a proxy.
   uint32_t proxied;
   uint32_t ended;  // ranks
@@ -102,6 +112,7 @@ inline uint32_t host_of(uint32_t rank) { return rank * AGENTS_A_RANK; }
 inline uint32_t agent_of(uint32_t rank, uint32_t block, uint32_t thread) {
   return host_of(rank) + 1 + block * THREADS + thread;
 }
+inline uint32_t engine_of(uint32_t rank) { return host_of(rank) + AGENTS_A_RANK - 1; }
 
 inline uint32_t proxy_of(uint32_t rank) { return RANKS * AGENTS_A_RANK + rank; }
 inline bool is_proxied(const World& world, uint32_t sender) { return world.proxied >> sender & 1; }

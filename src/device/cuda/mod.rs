@@ -421,6 +421,11 @@ impl Device for CudaDevice {
         }
     }
 
+    fn write(&self, memory: &Memory, bytes: &[u8]) -> Result<()> {
+        super::check_write(memory, bytes)?;
+        self.copy_in(memory.address as CUdeviceptr, bytes)
+    }
+
     fn register(&self, address: *mut u8, bytes: usize) -> Result<*mut u8> {
         let refused = |failure: Failure| {
             Error::cuda(format!(

@@ -78,6 +78,20 @@ impl CudaDevice {
         self.wait_for_zeroing(bytes, ZEROING_TIMEOUT)
     }
 
+    /// Into memory of the device that no kernel uses yet.
+    pub(super) fn copy_in(&self, address: CUdeviceptr, bytes: &[u8]) -> Result<()> {
+        let _guards = (self.scope()?, RelaxedCapture::enter(self.driver)?);
+        // SAFETY: the caller holds so many bytes there; `bytes` stays until the copy is done, or is staged by the driver.
+        let copied = unsafe {
+            let from = bytes.as_ptr().cast();
+            self.driver
+                .call
+                .cuMemcpyHtoDAsync(address, from, bytes.len(), self.zeroing.0)
+        };
+        copied.ok_or_else(|| Error::cuda("the CUDA driver has no cuMemcpyHtoDAsync"))??;
+        self.wait_for_zeroing(bytes.len(), ZEROING_TIMEOUT)
+    }
+
     /// The scope is entered and capture relaxed.
     pub(super) fn wait_for_zeroing(&self, bytes: usize, timeout: Duration) -> Result<()> {
         let begun = Instant::now();

@@ -92,6 +92,8 @@ pub(crate) struct Options {
 pub(crate) enum Driver {
     /// A CPU thread
     Proxy,
+    /// The kernels themselves
+    Gpu,
 }
 
 impl Driver {
@@ -99,6 +101,7 @@ impl Driver {
     pub(crate) fn switch(self) -> &'static str {
         match self {
             Driver::Proxy => "0",
+            Driver::Gpu => "1",
         }
     }
 }
@@ -269,7 +272,7 @@ mod tests {
             ("--ranks -2", "-2"),
             ("--processes 0", "0"),
             ("--hosts 0", "0"),
-            ("--hosts 2 --driver kernel", "kernel"),
+            ("--hosts 2 --driver card", "card"),
         ] {
             let error = parse(line).err().unwrap_or_else(|| panic!("{line} is accepted"));
             assert!(error.contains(word), "{line}: {error}");
