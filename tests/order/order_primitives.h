@@ -44,6 +44,16 @@ template <Site SITE> void publish(uint64_t* flag, uint64_t value) {
 
 template <Site SITE> uint64_t consume(const uint64_t* flag) { return model::memory->load(flag, 8, model::kind_at(SITE)); }
 
+inline void slot_store_whole(uint64_t* to, uint64_t value) { model::memory->store(to, 8, value, model::Kind::PAYLOAD); }
+
+template <Site SITE> void publish(uint32_t* flag, uint32_t value) {
+  model::memory->store(flag, 4, value, model::kind_at(SITE));
+}
+
+template <Site SITE> uint32_t consume(const uint32_t* flag) {
+  return uint32_t(model::memory->load(flag, 4, model::kind_at(SITE)));
+}
+
 inline uint32_t load_word(const uint32_t* word) {
   model::memory->schedule.maybe_yield();
   return *static_cast<const volatile uint32_t*>(word);
@@ -80,6 +90,24 @@ inline uint64_t exchange(uint64_t* word, uint64_t value) {
     *word = value;
   });
   return before;
+}
+
+template <Site SITE> uint64_t fetch_add(uint64_t* word, uint64_t value) {
+  uint64_t before = 0;
+  model::memory->change(word, model::kind_at(SITE), [&] {
+    before = *word;
+    *word += value;
+  });
+  return before;
+}
+
+inline bool take(uint32_t* counter, uint32_t expected, uint32_t desired) {
+  bool taken = false;
+  model::memory->change(counter, model::Kind::RELAXED, [&] {
+    taken = *counter == expected;
+    if (taken) *counter = desired;
+  });
+  return taken;
 }
 
 // A microsecond a scheduling step.

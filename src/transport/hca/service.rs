@@ -295,7 +295,10 @@ impl Shared {
         let mut engines = self.engines.lock();
         let mut all = 0;
         for _ in 0..STEPS_A_TURN {
-            let found = engines.tables.values_mut().fold(0, |found, tables| found | tables.step());
+            let found = engines
+                .tables
+                .values_mut()
+                .fold(0, |found, tables| found | tables.step());
             all |= found;
             if found & WORKED == 0 || self.waiting.load(Ordering::Relaxed) > 0 {
                 break;
