@@ -1,9 +1,9 @@
 //! The thread beside the CPU that runs engines: one a process and device, for all HCAs on it.
 //!
-//! It polls while something may be posted: while an `Awake` lives, a watched queue says so, a work request waits for its
-//! peer, or work was found a moment ago. It spins, then yields, then naps of 20 microseconds to 1 millisecond. Otherwise it sleeps on a futex word until
-//! `wake`. Set-up changes tables while every engine of the process pauses, since the engine of an HCA also looks at its
-//! peers'.
+//! It polls while something may be posted: while an `Awake` lives, what is watched says so, a work request waits for its
+//! peer, or work was found a moment ago. It spins, then yields, then naps for 20 microseconds to 1 millisecond. Otherwise
+//! it sleeps on a futex word until `wake`. Set-up changes tables while every engine of the process pauses, since the
+//! engine of an HCA also looks at its peers'.
 
 use super::tables::{Engine, InjectedFault, View};
 use crate::error::{Error, Result};

@@ -128,7 +128,7 @@ fn indices_and_owner_bits_come_round() {
         let second = a.post(write_of(b.remote(64), vec![Data::Inline(&short)]));
         assert_eq!((first, second), (blocks as u16, (blocks + 2) as u16));
         blocks += 3;
-        if round % 5 == 0 {
+        if round.is_multiple_of(5) {
             let nop = a.post(Operation::Nop);
             assert_eq!(nop, blocks as u16);
             blocks += 1;
@@ -139,7 +139,7 @@ fn indices_and_owner_bits_come_round() {
             a.ring();
             a.await_good(second);
         }
-        if round % 1000 == 0 {
+        if round.is_multiple_of(1000) {
             assert_eq!(&b.bytes()[..60], payload.as_slice());
             assert_eq!(&b.bytes()[64..72], &short);
         }
