@@ -3,6 +3,8 @@
 //!
 //! It has no test harness, whose locks the sanitizers do not see, and counts for itself.
 
+#[path = "sanitize/hca.rs"]
+mod hca;
 #[path = "sanitize/proxy.rs"]
 mod proxy;
 
@@ -222,6 +224,14 @@ fn says_host_only() -> bool {
     refused && nccl::observe::last_error::get().contains("feature host-only")
 }
 
+/// Two software HCAs write to each other while this thread and another post and read; the number of wrong words.
+fn hca() -> usize {
+    let (a, b) = hca::pair();
+    let (to_b, to_a) = (b.remote(), a.remote());
+    let other = thread::spawn(move || b.exchange(to_a));
+    a.exchange(to_b) + other.join().unwrap_or(1)
+}
+
 fn main() {
     let mut passed = 0;
     let mut failed = 0;
@@ -265,6 +275,7 @@ fn main() {
     std::env::remove_var("NCCL_ALGO");
     std::env::remove_var("OSSICLE_ZERO_COPY");
     check("the proxy between two ranks", (0..4).all(proxy::exchange));
+    check("software HCAs", (0..4).map(|_| hca()).sum::<usize>() == 0);
     if cfg!(feature = "host-only") {
         std::env::set_var("OSSICLE_DEVICE", "cuda");
         check("a library without device code says so", says_host_only());

@@ -29,6 +29,15 @@ namespace ossicle {
 template <typename T> OSSICLE_DEVICE T slot_load(const T* from) { return *from; }
 template <typename T> OSSICLE_DEVICE void slot_store(T* to, const T& value) { *to = value; }
 
+// The same in a word that others may poll, such as half a line: it is never torn.
+OSSICLE_DEVICE void slot_store_whole(uint64_t* to, uint64_t value) {
+#if defined(__CUDACC__)
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+#else
+  __atomic_store_n(to, value, __ATOMIC_RELAXED);
+#endif
+}
+
 template <Site SITE> OSSICLE_DEVICE void publish(uint64_t* flag, uint64_t value) {
 #if defined(__CUDACC__)
   if (dropped(SITE)) {

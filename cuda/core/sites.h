@@ -62,7 +62,6 @@ enum class Site : uint32_t {
   HCA_SOURCE,         // consume: a word that is read may tell that what is read next is there
   HCA_ADD,            // atomic: tells that earlier payload is there
   HCA_CQE,            // publish: a completion is complete, and so is what it tells of
-  HCA_CQ_RECORD,      // consume: completions were read, their places may be written
   HCA_RECEIVES,       // consume: receives were posted
   HCA_PEER_STATE,     // consume: the peer's queue was set up
 };

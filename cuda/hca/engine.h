@@ -46,10 +46,12 @@ struct Completion {
   uint32_t qpn, index, bytes, immediate;  // immediate as it stands in the WQE
 };
 
+// The record orders nothing: whoever has as many requests under way as the CQ has places reads completions before it posts
+// more, and the doorbell of those was consumed.
 OSSICLE_DEVICE bool cq_has_room(const View& view, Cq& cq, uint32_t at) {
   if ((cq.flags & IGNORE_OVERRUN) != 0) return true;
   auto* record = reinterpret_cast<mlx5::DoorbellRecord*>(view.segment + cq.record);
-  const uint32_t read = mlx5::be32(consume<Site::HCA_CQ_RECORD>(&record->word[mlx5::RECORD_CONSUMER]));
+  const uint32_t read = mlx5::be32(load_word(&record->word[mlx5::RECORD_CONSUMER]));
   return ((at - read) & 0xffffff) < (1u << cq.log_entries);
 }
 
@@ -67,11 +69,11 @@ OSSICLE_DEVICE bool complete(const View& view, Cq& cq, const Completion& complet
   const uint32_t owner = (at >> cq.log_entries) & 1;
   const uint32_t entry = at & ((1u << cq.log_entries) - 1);
   auto* words = reinterpret_cast<uint64_t*>(view.segment + cq.entries + entry * sizeof(mlx5::Cqe));
-  for (uint32_t i = 0; i < 4; ++i) store_word(&words[i], uint64_t{0});
-  store_word(&words[4], uint64_t(completion.immediate) << 32);
-  store_word(&words[5], uint64_t(mlx5::be32(completion.bytes)) << 32);
+  for (uint32_t i = 0; i < 4; ++i) slot_store(&words[i], uint64_t{0});
+  slot_store(&words[4], uint64_t(completion.immediate) << 32);
+  slot_store(&words[5], uint64_t(mlx5::be32(completion.bytes)) << 32);
   const uint32_t syndromes = uint32_t(completion.check) << 8 | completion.syndrome;
-  store_word(&words[6], uint64_t(mlx5::be32(syndromes)) << 32);
+  slot_store(&words[6], uint64_t(mlx5::be32(syndromes)) << 32);
   const uint32_t tail = (completion.index & 0xffff) << 16 | uint32_t(completion.kind) << 4 | owner;
   const uint32_t source = uint32_t(completion.opcode) << 24 | (completion.qpn & 0xffffff);
   publish<Site::HCA_CQE>(&words[7], uint64_t(mlx5::be32(tail)) << 32 | mlx5::be32(source));
@@ -179,7 +181,6 @@ OSSICLE_DEVICE uint32_t access_of(uint8_t opcode) {
 
 // A READ, WRITE or atomic whose message and addresses were found good.
 OSSICLE_DEVICE void move(const View& own, const Wqe& wqe, uint8_t* remote) {
-  order_before_lines<Site::HCA_PAYLOAD>();
   if (wqe.opcode == mlx5::ATOMIC_FA) {
     const uint64_t before = fetch_add<Site::HCA_ADD>(reinterpret_cast<uint64_t*>(remote), wqe.number64(2, 0));
     Segments sink(wqe, 3);
@@ -205,7 +206,7 @@ OSSICLE_DEVICE Outcome check_peer(const View& peer, const Qp& target, const Wqe&
   const auto refused = [](uint8_t check) { return Outcome::failed(mlx5::REMOTE_ACCESS, check); };
   const auto invalid = [](uint8_t check) { return Outcome::failed(mlx5::REMOTE_INVALID_REQUEST, check); };
   const uint32_t access = access_of(wqe.opcode);
-  if ((target.access & access) == 0) return invalid(CHECK_PEER_ACCESS);
+  if ((slot_load(&target.access) & access) == 0) return invalid(CHECK_PEER_ACCESS);
   remote = nullptr;
   if (bytes == 0) return Outcome::done(0);
   const uint64_t address = wqe.number64(1, 0);
@@ -234,7 +235,7 @@ OSSICLE_DEVICE Outcome transfer(const Engine& engine, Qp& qp, const Wqe& wqe) {
   Qp* target = find_qp(peer, qp.peer_number);
   const uint32_t state = target == nullptr ? uint32_t(RESET) : consume<Site::HCA_PEER_STATE>(&target->state);
   // A card's packets to such a QP are dropped, and it sends them again until its retries are used up.
-  if (state < READY_TO_RECEIVE || state == ERROR || target->peer_number != qp.number) {
+  if (state < READY_TO_RECEIVE || state == ERROR || slot_load(&target->peer_number) != qp.number) {
     return wait_or_fail(qp, qp.timeout_ns, mlx5::TRANSPORT_RETRY_EXCEEDED, CHECK_PEER_SILENT);
   }
   uint8_t* remote;
@@ -292,7 +293,7 @@ OSSICLE_DEVICE uint32_t serve(const Engine& engine, Qp& qp) {
   const View& own = engine.view[0];
   const uint32_t before = load_word(&qp.state);
   if (before != READY_TO_SEND && before != ERROR) return 0;
-  uint32_t found = before == ERROR && flush_receives(own, qp) ? uint32_t{WORKED} : 0;
+  uint32_t found = before == ERROR && flush_receives(own, qp) ? uint32_t(WORKED) : 0;
   const Outcome rung = look_at_doorbell(own, qp);
   if (!rung.good() && load_word(&qp.state) != ERROR) {
     into_error(qp);

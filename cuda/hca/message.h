@@ -215,9 +215,10 @@ template <typename Source> OSSICLE_DEVICE void copy_payload(uint8_t* to, const S
   const uintptr_t place = reinterpret_cast<uintptr_t>(to);
   if (bytes == 8 && place % 8 == 0) return publish<Site::HCA_FLAG>(reinterpret_cast<uint64_t*>(to), from.flag64());
   if (bytes == 4 && place % 4 == 0) return publish<Site::HCA_FLAG>(reinterpret_cast<uint32_t*>(to), from.flag32());
+  order_before_lines<Site::HCA_PAYLOAD>();
   uint32_t at = 0;
   for (; at < bytes && (place + at) % 8 != 0; ++at) slot_store(to + at, from.load8(at));
-  for (; at + 8 <= bytes; at += 8) store_word(reinterpret_cast<uint64_t*>(to + at), from.load64(at));
+  for (; at + 8 <= bytes; at += 8) slot_store_whole(reinterpret_cast<uint64_t*>(to + at), from.load64(at));
   for (; at < bytes; ++at) slot_store(to + at, from.load8(at));
 }
 

@@ -20,7 +20,7 @@ use crate::proxy::RingGeometry;
 use crate::topology::host::{self, HostIdentity};
 use crate::topology::Hosts;
 use crate::transport::net::{self, Listener};
-use crate::transport::{Geometry, Limit, Linking, PeerInbox, Reach, TwoShotGeometry};
+use crate::transport::{Geometry, Limit, Linking, Links, PeerInbox, Reach, TwoShotGeometry};
 use crate::warning;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -183,6 +183,16 @@ fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver>
     Ok(driven.driver)
 }
 
+fn say_links(rank: u32, hosts: &Hosts, links: &Links, profile: &Profile) {
+    info!(
+        Init,
+        "rank {rank}: links to {} peers of this host via {}: {}; {profile:?}",
+        hosts.neighbours(rank).len() - 1,
+        links.path.name(),
+        links.reason
+    );
+}
+
 /// One rank's part in the making of links to other hosts.
 struct Crossing<'a> {
     device: &'a Arc<dyn Device>,
@@ -197,11 +207,13 @@ impl Crossing<'_> {
     /// Collective where there are several hosts: whoever waits in vain for a rank that failed learns the cause in a gather.
     fn cross(
         self,
+        hosts: &Hosts,
         driver: Driver,
         listener: Option<Listener>,
         names: &[Option<net::Name>],
     ) -> Result<Option<NetLinks>> {
         match driver {
+            _ if hosts.count() == 1 => Ok(None),
             Driver::Proxy => self.proxied(listener, names),
             Driver::Kernel => self.initiated(),
         }
@@ -294,13 +306,7 @@ impl Engine {
         // What an attempt that failed has opened.
         running::let_go();
         let links = links?;
-        info!(
-            Init,
-            "rank {rank}: links to {} peers of this host via {}: {}; {profile:?}",
-            hosts.neighbours(rank).len() - 1,
-            links.path.name(),
-            links.reason
-        );
+        say_links(rank, &hosts, &links, &profile);
         let zero_copy = ranks.iter().all(|info| info.zero_copy);
         let devices: Vec<[u8; 16]> = ranks.iter().map(|info| info.uuid).collect();
         let lending = Lending::new(device.as_ref(), (links.path, profile.hosts), &devices, zero_copy);
@@ -314,10 +320,7 @@ impl Engine {
             timeout,
             limit: &limit,
         };
-        let net = match hosts.count() {
-            1 => Ok(None),
-            _ => crossing.cross(driver, listener, &links.net),
-        };
+        let net = crossing.cross(&hosts, driver, listener, &links.net);
         let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
         let assembled = net.and_then(|net| {
             assemble(Parts {

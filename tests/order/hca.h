@@ -26,8 +26,8 @@ struct alignas(128) HcaSegment {
   }
 };
 
-constexpr uint32_t HCA_KEY = 1, HCA_GENERATION = 1 << 12;
-inline uint32_t hca_qp_number(uint32_t place) { return HCA_GENERATION | place; }
+constexpr uint32_t LINK_KEY = 1, LINK_GENERATION = 1 << 12;
+inline uint32_t hca_qp_number(uint32_t place) { return LINK_GENERATION | place; }
 
 struct Hca {
   HcaSegment segment;
@@ -48,7 +48,7 @@ struct Hca {
     header.cq_table = segment.offset(segment.cq);
     header.region_table = segment.offset(segment.region);
     header.bytes = sizeof segment;
-    segment.region[0] = hca::Region{reinterpret_cast<uint64_t>(begin), bytes, hca::OUTSIDE, HCA_KEY,
+    segment.region[0] = hca::Region{reinterpret_cast<uint64_t>(begin), bytes, hca::OUTSIDE, LINK_KEY,
                                     hca::LOCAL_WRITE | hca::REMOTE_WRITE, 1, 0};
     memory[0] = begin;
     view[0] = seen();
@@ -101,8 +101,8 @@ struct Hca {
       return mlx5::ControlSegment{mlx5::be32(mlx5::RDMA_WRITE), units, 0, {0, 0}, flags, 0};
     };
     queue.put.control = control(mlx5::COMPLETE_ON_ERROR);
-    queue.put.remote = mlx5::RemoteSegment{0, mlx5::be32(HCA_KEY), 0};
-    queue.put.data = mlx5::DataSegment{0, mlx5::be32(HCA_KEY), 0};
+    queue.put.remote = mlx5::RemoteSegment{0, mlx5::be32(LINK_KEY), 0};
+    queue.put.data = mlx5::DataSegment{0, mlx5::be32(LINK_KEY), 0};
     queue.flag.control = control(mlx5::COMPLETE_ALWAYS);
     queue.flag.remote = queue.put.remote;
     queue.flag.word.header = mlx5::InlineHeader{mlx5::be32(mlx5::INLINE_BIT | 8)};

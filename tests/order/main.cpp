@@ -15,6 +15,7 @@ inline uint32_t dropped_site = ~0u;
 #define OSSICLE_DROP_SITE ::ossicle::model::dropped_site
 #include <fstream>
 #include <sstream>
+#include "hca_world.h"
 #include "kernels.h"
 #include "litmus.h"
 #include "proxy.h"
@@ -435,6 +436,9 @@ int main(int argc, char** argv) {
   planned = read_programs(argv[1]);
   if (strcmp(argv[2], "none") != 0) dropped_site = uint32_t(strtoul(argv[2], nullptr, 10));
   const uint64_t first = strtoull(argv[3], nullptr, 10), count = strtoull(argv[4], nullptr, 10);
-  for (uint64_t i = 0; i < count; ++i) run(first + i);
+  for (uint64_t i = 0; i < count; ++i) {
+    run(first + i);
+    run_hca(first + i);
+  }
   return 0;
 }

@@ -51,6 +51,8 @@ template <Site SITE> void publish(uint64_t* flag, uint64_t value) {
 
 template <Site SITE> uint64_t consume(const uint64_t* flag) { return model::memory->load(flag, 8, model::kind_at(SITE)); }
 
+inline void slot_store_whole(uint64_t* to, uint64_t value) { model::memory->store(to, 8, value, model::Kind::PAYLOAD); }
+
 template <Site SITE> void publish(uint32_t* flag, uint32_t value) {
   model::memory->store(flag, 4, value, model::kind_at(SITE));
 }

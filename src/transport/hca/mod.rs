@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use service::{Service, Tables};
 use space::Space;
 use std::collections::HashMap;
-use std::mem::size_of;
+use std::mem::{size_of, ManuallyDrop};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -107,7 +107,8 @@ struct Foreign {
 
 pub struct Hca {
     card: Arc<Card>,
-    fd: Descriptor,
+    /// Closed by the fork in a child already.
+    fd: ManuallyDrop<Descriptor>,
     service: Arc<Service>,
     engine: u64,
     domains: AtomicU32,
@@ -196,7 +197,7 @@ impl Hca {
         });
         Ok(Arc::new(Hca {
             card,
-            fd,
+            fd: ManuallyDrop::new(fd),
             service,
             engine,
             domains: AtomicU32::new(1),
@@ -359,6 +360,11 @@ impl Hca {
 
 impl Drop for Hca {
     fn drop(&mut self) {
+        if self.service.is_of_parent() {
+            return;
+        }
+        // SAFETY: it is neither used nor dropped again.
+        unsafe { ManuallyDrop::drop(&mut self.fd) };
         CARDS.get().lock().remove(&self.card.id);
         // Queues and registrations hold the HCA, so none is left.
         self.service.remove(self.engine);

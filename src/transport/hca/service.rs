@@ -1,9 +1,9 @@
 //! The thread beside the CPU that runs engines: one a process and device, for all HCAs on it.
 //!
-//! It polls while something may be posted: while an `Awake` lives, a watched queue says so, a work request waits for its
-//! peer, or work was found a moment ago. It spins, then yields, then naps of 20 microseconds to 1 millisecond. Otherwise it sleeps on a futex word until
-//! `wake`. Set-up changes tables while every engine of the process pauses, since the engine of an HCA also looks at its
-//! peers'.
+//! It polls while something may be posted: while an `Awake` lives, what is watched says so, a work request waits for its
+//! peer, or work was found a moment ago. It spins, then yields, then naps for 20 microseconds to 1 millisecond. Otherwise
+//! it sleeps on a futex word until `wake`. Set-up changes tables while every engine of the process pauses, since the
+//! engine of an HCA also looks at its peers'.
 
 use super::tables::{Engine, InjectedFault, View};
 use crate::error::{Error, Result};
@@ -122,6 +122,9 @@ impl Service {
     }
 
     pub(super) fn remove(&self, number: u64) {
+        if self.is_of_parent() {
+            return;
+        }
         // What it kept goes after the pause.
         let _tables = self.shared.paused(|engines| engines.tables.remove(&number));
     }
@@ -145,6 +148,11 @@ impl Service {
         // Before `live`, whose holds may be the last ones: the end of a service joins its thread.
         drop(services);
         result
+    }
+
+    /// In a forked child: there is no such thread, and its lock may be held for ever.
+    pub(super) fn is_of_parent(&self) -> bool {
+        self.process != std::process::id()
     }
 
     /// The thread looks at the queues soon, and for a while.
@@ -186,11 +194,10 @@ impl Drop for Service {
         self.shared.ended.store(true, Ordering::SeqCst);
         self.shared.wake();
         let Some(thread) = self.thread.take() else { return };
-        if self.process == std::process::id() {
-            thread.join();
-        } else {
-            // A forked child has no such thread, and its id may be another's there.
-            std::mem::forget(thread);
+        match self.is_of_parent() {
+            false => thread.join(),
+            // Its id may be another's in the child.
+            true => std::mem::forget(thread),
         }
     }
 }
@@ -221,6 +228,9 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
+        if self.service.is_of_parent() {
+            return;
+        }
         let _watched = self
             .service
             .shared

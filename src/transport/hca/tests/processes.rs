@@ -21,13 +21,13 @@ struct Card {
     rkey: u32,
 }
 
-/// One rank's part: both run it.
-fn play(rank: usize, mut tell: impl FnMut(&str), mut hear: impl FnMut() -> String) {
+/// Makes this rank's side and connects it with the other's, of whom it gives what was heard.
+fn meet(rank: usize, tell: &mut dyn FnMut(&str), hear: &mut dyn FnMut() -> String) -> (Side, Card) {
     let timeouts = Timeouts {
         silence_ns: FOR_EVER,
         no_receive_ns: FOR_EVER,
     };
-    let mut side = Side::new(&Shape::default());
+    let side = Side::new(&Shape::default());
     let exchange = Exchange::open().unwrap();
     let mine = Card {
         ticket: side.hca.ticket(),
@@ -49,61 +49,72 @@ fn play(rank: usize, mut tell: impl FnMut(&str), mut hear: impl FnMut() -> Strin
     let fd = fds[1 - rank].take().unwrap();
     let peer = side.hca.attach(&theirs.ticket, Some(fd.as_fd())).unwrap();
     side.connect(peer, theirs.number, timeouts);
-    let remote = |at: u64| Remote {
-        address: theirs.memory + at,
-        rkey: theirs.rkey,
+    (side, theirs)
+}
+
+impl Card {
+    fn remote(&self, at: u64) -> Remote {
+        Remote {
+            address: self.memory + at,
+            rkey: self.rkey,
+        }
+    }
+}
+
+impl Side {
+    /// Until the word at this place of its memory is at least so much.
+    fn await_word(&self, at: usize, least: u64) {
+        // SAFETY: a word of this side's memory that all change atomically.
+        let word = unsafe { std::sync::atomic::AtomicU64::from_ptr(self.memory.address().add(at).cast()) };
+        awaited("the peer's word", || {
+            (word.load(Ordering::Acquire) >= least).then_some(())
+        });
+    }
+}
+
+/// Payload, a flag behind it, an immediate behind both; the peer does the same. Then each says that it has read.
+fn one_round(side: &mut Side, peer: &Card, rank: u64, round: u64) {
+    let salt = round * 2 + rank;
+    side.bytes()[..4096].as_chunks_mut::<8>().0.fill(salt.to_ne_bytes());
+    let payload = side.write(0, peer.remote(8192), 4096);
+    side.queue.post(payload, Report::OnError, Fence::None).unwrap();
+    let flag = round.to_ne_bytes();
+    let flag = write_of(peer.remote(16384), vec![Data::Inline(&flag)]);
+    side.queue.post(flag, Report::OnError, Fence::None).unwrap();
+    let index = side.post(Operation::Write {
+        remote: peer.remote(0),
+        immediate: Some(round as u32),
+        data: List::Owned(vec![]),
+    });
+    side.ring();
+    side.await_word(16384, round);
+    let expected = (round * 2 + 1 - rank).to_ne_bytes();
+    let inbox = &side.bytes()[8192..8192 + 4096];
+    assert!(inbox.as_chunks::<8>().0.iter().all(|word| *word == expected));
+    side.await_good(index);
+    let got = awaited("the peer's immediate", || side.received.poll());
+    let expected = Outcome::Received {
+        immediate: round as u32,
+        bytes: 0,
     };
+    assert_eq!(got.outcome, expected);
+    side.queue.post_receives(1);
+    let index = side.post(Operation::FetchAdd {
+        remote: peer.remote(16392),
+        add: 1,
+        sink: side.local(24576, 8),
+    });
+    side.ring();
+    side.await_good(index);
+    side.await_word(16392, round);
+}
+
+/// One rank's part: both run it.
+fn play(rank: usize, mut tell: impl FnMut(&str), mut hear: impl FnMut() -> String) {
+    let (mut side, peer) = meet(rank, &mut tell, &mut hear);
     side.queue.post_receives(8);
     for round in 1..=ROUNDS {
-        // Payload of this round, a flag behind it, an immediate behind both; the peer does the same.
-        let salt = round * 2 + rank as u64;
-        side.bytes()[..4096].as_chunks_mut::<8>().0.fill(salt.to_ne_bytes());
-        let payload = side.write(0, remote(8192), 4096);
-        side.queue.post(payload, Report::OnError, Fence::None).unwrap();
-        let flag = round.to_ne_bytes();
-        let flag = write_of(remote(16384), vec![Data::Inline(&flag)]);
-        side.queue.post(flag, Report::OnError, Fence::None).unwrap();
-        let index = side.post(Operation::Write {
-            remote: remote(0),
-            immediate: Some(round as u32),
-            data: List::Owned(vec![]),
-        });
-        side.ring();
-        // SAFETY: a word of this side's memory that all change atomically.
-        let flag = unsafe { std::sync::atomic::AtomicU64::from_ptr(side.memory.address().add(16384).cast()) };
-        awaited("the peer's flag", || {
-            (flag.load(Ordering::Acquire) >= round).then_some(())
-        });
-        let expected = (round * 2 + 1 - rank as u64).to_ne_bytes();
-        assert!(side.bytes()[8192..8192 + 4096]
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .all(|word| *word == expected));
-        side.await_good(index);
-        let got = awaited("the peer's immediate", || side.received.poll());
-        assert_eq!(
-            got.outcome,
-            Outcome::Received {
-                immediate: round as u32,
-                bytes: 0
-            }
-        );
-        side.queue.post_receives(1);
-        // The peer may overwrite the payload once this has said so.
-        let add = Operation::FetchAdd {
-            remote: remote(16392),
-            add: 1,
-            sink: side.local(24576, 8),
-        };
-        let index = side.post(add);
-        side.ring();
-        side.await_good(index);
-        // SAFETY: as above.
-        let read = unsafe { std::sync::atomic::AtomicU64::from_ptr(side.memory.address().add(16392).cast()) };
-        awaited("the peer's reading", || {
-            (read.load(Ordering::Acquire) >= round).then_some(())
-        });
+        one_round(&mut side, &peer, rank as u64, round);
     }
     // Memory outside the peer's segment is not to be reached from here.
     let mut own = vec![0u8; 64];
@@ -111,9 +122,8 @@ fn play(rank: usize, mut tell: impl FnMut(&str), mut hear: impl FnMut() -> Strin
     let outside = unsafe {
         side.hca
             .register_outside(side.domain, own.as_mut_ptr(), 64, access::ALL)
-    }
-    .unwrap();
-    tell(&format!("{} {}", own.as_ptr() as u64, outside.key()));
+    };
+    tell(&format!("{} {}", own.as_ptr() as u64, outside.as_ref().unwrap().key()));
     let theirs = hear();
     if rank == 0 {
         let (address, rkey) = theirs.trim().split_once(' ').unwrap();

@@ -239,3 +239,24 @@ fn what_an_hca_has_is_bounded_and_comes_back() {
     assert!(side.hca.register(side.domain, &other.memory, 0).is_err());
     assert_eq!(side.hca.attach(&side.hca.ticket(), None), Ok(Peer::SELF));
 }
+
+#[test]
+fn a_forked_child_lets_its_parents_hca_lie() {
+    let side = Side::new(&Shape::default());
+    let watch = side.hca.watch(|| true);
+    // SAFETY: the child drops what it inherited, which takes no lock that a thread of the parent may hold, asks for one
+    // change, and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = side.qp.fail().is_err();
+        drop(watch);
+        drop(side);
+        // SAFETY: ends the child without running anything of its parent's.
+        unsafe { libc::_exit(i32::from(!refused)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child made above and writes its status to a local.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert_eq!(side.qp.state(), State::Init);
+}
