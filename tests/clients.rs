@@ -189,7 +189,6 @@ fn bad_settings_are_refused_by_name() {
             &[("NCCL_NET", "carrier pigeon")],
             &["NCCL_NET is \"carrier pigeon\"", "IB, Socket, HCA"],
         ),
-        (&[("NCCL_NET", "HCA")], &["NCCL_NET is HCA", "not built yet", "Socket"]),
         (
             &[("NCCL_NET", "IB"), ("NCCL_IB_DISABLE", "1")],
             &["NCCL_NET is IB", "NCCL_IB_DISABLE is 1"],
@@ -265,7 +264,11 @@ fn the_switch_is_answered_aloud() {
             .map(|output| String::from_utf8_lossy(&output.stderr).into_owned())
             .collect::<Vec<String>>()
     };
-    let warned = [("NCCL_GPU_INITIATED", "1"), ("NCCL_DEBUG", "WARN")];
+    let warned = [
+        ("NCCL_GPU_INITIATED", "1"),
+        ("NCCL_NET", "Socket"),
+        ("NCCL_DEBUG", "WARN"),
+    ];
     let [first, second] = &said(&warned)[..] else {
         panic!("two ranks")
     };
@@ -275,4 +278,8 @@ fn the_switch_is_answered_aloud() {
     // The project's own name wins.
     let quiet = said(&[&warned[..], &[("OSSICLE_GPU_INITIATED", "0")]].concat());
     assert!(quiet.iter().all(|text| !text.contains("CPU proxy")), "{quiet:?}");
+    // No network is named: the kernels get one that they can drive.
+    let driven = said(&[("NCCL_GPU_INITIATED", "1"), ("NCCL_DEBUG", "INFO")]);
+    let line = "2 hosts over the software HCA: kernels (NCCL_GPU_INITIATED is 1)";
+    assert!(driven.iter().all(|text| text.contains(line)), "{driven:?}");
 }

@@ -175,7 +175,7 @@ fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver>
     match (rank, driven.fallen_back) {
         (0, true) => warning!("{hosts} hosts over {}: {driver} ({reason})", net.name()),
         _ => info!(
-            Net,
+            Init,
             "rank {rank}: {hosts} hosts over {}: {driver} ({reason})",
             net.name()
         ),
