@@ -193,7 +193,16 @@ impl Marks {
 /// Of a rank on another host a survivor hears by its own connection to it, or by the session.
 #[test]
 fn survivors_of_a_rank_that_was_killed_on_another_host_hear_of_it() {
-    let folder = std::env::temp_dir().join(format!("ossicle-hosts-{}", std::process::id()));
+    kill_one("Socket");
+}
+
+#[test]
+fn survivors_of_a_rank_that_was_killed_hear_of_it_where_the_proxy_posts_to_the_hca() {
+    kill_one("HCA");
+}
+
+fn kill_one(net: &str) {
+    let folder = std::env::temp_dir().join(format!("ossicle-hosts-{net}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let marks = Marks(folder);
     let ids = format!("{} {}", hex(&new_id()), hex(&new_id()));
@@ -203,6 +212,8 @@ fn survivors_of_a_rank_that_was_killed_on_another_host_hear_of_it() {
             ("TEST_IDS", &*ids),
             ("TEST_MARK", marks.0.to_str().unwrap()),
             ("NCCL_HOSTID", &*format!("host {rank}")),
+            ("NCCL_NET", net),
+            ("NCCL_GPU_INITIATED", "0"),
         ];
         Role::start("killed_over_hosts", &variables)
     };

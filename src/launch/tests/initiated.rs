@@ -177,10 +177,7 @@ fn replay(streams: &[Stream], graphs: &[Executable]) {
 fn graphs_are_replayed_with_eager_operations_between_and_after_the_communicator() {
     /// Longer than the HCA's thread looks at queues that nobody needs.
     const SLEEPS_AFTER: Duration = Duration::from_millis(30);
-    for (seed, poster) in seeds(3)
-        .into_iter()
-        .flat_map(|seed| POSTERS.map(|poster| (seed, poster)))
-    {
+    for (seed, poster) in seeds(3).flat_map(|seed| POSTERS.map(|poster| (seed, poster))) {
         let (scheduler, ranks) = (Scheduler::new(seed).unwrap(), mixed(poster));
         let streams: Vec<Stream> = ranks.engines.iter().map(|_| scheduler.stream()).collect();
         let sums = [900, 2000].map(|count| Sum::new(&ranks, count, seed + count as u64));
