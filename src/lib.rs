@@ -6,7 +6,7 @@
 //! abi        C arguments -> checked values          request   one operation, validated
 //! group      when: nesting, batching, jobs          plan      how: algorithm, channels, steps (pure)
 //! launch     where on the stream: kernel arguments  device    CUDA or host: memory, streams, launch
-//! proxy      moves slots between hosts, on the CPU  initiated queues that kernels themselves post to
+//! proxy      moves slots between hosts, on the CPU  initiated queues of an HCA and who posts there
 //! transport  the links that a plan's steps use      comm      communicators: life, errors, abort
 //! bootstrap  how ranks find and trust each other    topology  which host and device a rank is on
 //! observe    log, last error                        sys       the only tables of dlopened functions

@@ -104,6 +104,48 @@ fn ranks_are_spread_over_faked_hosts() {
 }
 
 #[test]
+fn both_drivers_stand_side_by_side_over_the_hca() {
+    let flags = "-b 4K -e 64K -f 16 -n 2 --ranks 2 --hosts 2 --driver both";
+    let report = report(&format!("{flags} --json"));
+    let rows = report["rows"].as_array().expect("rows");
+    assert_eq!((rows.len(), &report["wrong"]), (2, &0.into()));
+    for row in rows {
+        for (driver, network) in [
+            ("proxy", "the software HCA, driven by the CPU proxy"),
+            ("gpu", "the software HCA, driven by the kernels"),
+        ] {
+            let run = &row[driver];
+            assert!(
+                run["network"].as_str().is_some_and(|said| said.starts_with(network)),
+                "{run}"
+            );
+            assert_eq!(run["row"]["size_bytes"], row["size_bytes"]);
+            // Of so much work some time is measured.
+            for time in ["time_us", "cpu_us"] {
+                assert!(
+                    run["row"]["out_of_place"][time].as_f64().is_some_and(|time| time > 0.0),
+                    "{run}"
+                );
+            }
+        }
+        assert!(row["time_ratio"].as_f64().is_some_and(|ratio| ratio > 0.0), "{row}");
+    }
+    let output = run(flags);
+    let table = text(&output.stdout);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(
+        table.contains("2 faked hosts, both drivers over an emulated HCA"),
+        "{table}"
+    );
+    assert!(table.contains("# Out of bounds values : 0 OK"), "{table}");
+    assert_eq!(
+        table.lines().filter(|line| !line.starts_with('#')).count(),
+        2,
+        "{table}"
+    );
+}
+
+#[test]
 fn the_table_ends_with_the_lines_that_scripts_look_for() {
     let output = run("-b 1K -e 1K -n 1 -c 0 --ranks 1");
     let table = text(&output.stdout);

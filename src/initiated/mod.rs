@@ -1,4 +1,5 @@
-//! Links that kernels drive themselves (`NCCL_GPU_INITIATED=1`): queue pairs of an HCA, resolved before any launch.
+//! Links that are queue pairs of an HCA, resolved before any launch: kernels post to them (`NCCL_GPU_INITIATED=1`), or the
+//! CPU proxy does (`proxied`).
 //!
 //! ```text
 //! open      an HCA, memory for slots and counters, queue pairs  -> name, which all ranks are told
@@ -10,15 +11,17 @@
 //!
 //! The HCA is the software one. What it is asked for is what verbs and mlx5dv give for a card.
 
+mod proxied;
 mod queue;
 
 pub use queue::NetQueue;
 
 use crate::device::{Device, Memory, Placement};
 use crate::error::{Error, Result};
-use crate::proxy::Direction;
+use crate::proxy::{Direction, RingGeometry};
 use crate::transport::hca::{access, CompletionQueue, Hca, Limits, QueueOptions, QueuePair, Registration};
 use crate::transport::hca::{Awake, Piece, Ticket, Timeouts, Watch, FOR_EVER};
+use crate::transport::net::hca::landing_bytes;
 use crate::transport::{Address, Exchange, Limit};
 use queue::{Named, Targets};
 use serde::{Deserialize, Serialize};
@@ -38,27 +41,55 @@ const PAGE: usize = 4096;
 /// that was lost the session tells.
 const SILENCE_NS: u64 = 10_000_000_000;
 
+/// Who posts to the queue pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Poster {
+    Kernel,
+    /// A CPU thread, between rings that kernels fill and drain.
+    Cpu,
+}
+
 /// How large a link is in one direction.
 #[derive(Clone, Copy, Debug)]
 pub struct Geometry {
-    pub channels: usize,
-    pub slots: usize,
-    pub slot_bytes: usize,
+    pub ring: RingGeometry,
+    pub poster: Poster,
 }
 
 impl Geometry {
     /// Of one channel.
     fn channel_bytes(&self) -> usize {
-        self.slots * self.slot_bytes
+        self.ring.slots * self.ring.slot_bytes
     }
 
-    /// Counters come first, a line each.
+    /// What the peer's requests write besides slots: a kernel's counters come first, a line each; the CPU's landing places
+    /// stand behind the ring.
+    fn words_at(&self) -> usize {
+        match self.poster {
+            Poster::Kernel => 0,
+            Poster::Cpu => self.ring.bytes().next_multiple_of(PAGE),
+        }
+    }
+
+    /// Of one channel.
+    fn word_bytes(&self) -> usize {
+        match self.poster {
+            Poster::Kernel => LINE,
+            Poster::Cpu => landing_bytes(self.ring.slots),
+        }
+    }
+
     fn slots_at(&self) -> usize {
-        (self.channels * LINE).next_multiple_of(PAGE)
+        match self.poster {
+            Poster::Kernel => (self.ring.channels * LINE).next_multiple_of(PAGE),
+            Poster::Cpu => self.ring.slots_at(),
+        }
     }
 
     fn bytes(&self) -> usize {
-        (self.slots_at() + self.channels * self.channel_bytes()).next_multiple_of(PAGE)
+        let slots = self.slots_at() + self.ring.channels * self.channel_bytes();
+        let words = self.words_at() + self.ring.channels * self.word_bytes();
+        slots.max(words).next_multiple_of(PAGE)
     }
 }
 
@@ -67,7 +98,7 @@ impl Geometry {
 struct EndName {
     sends: bool,
     peer: u32,
-    /// What the peer writes: heads if this end sends, else tails.
+    /// What the peer writes besides slots: heads if this end sends, else tails; or landing places.
     counters: u64,
     slots: u64,
     /// By channel.
@@ -123,8 +154,10 @@ pub struct Links {
     geometry: Geometry,
     // Queue pairs end before what their requests name.
     ends: Vec<End>,
-    /// What kernels are told, by end and channel.
-    queues: Memory,
+    /// What requests are about, by end and channel.
+    targets: Vec<Targets>,
+    /// What kernels that post are told, likewise.
+    queues: Option<Memory>,
     registration: Registration,
     memory: Arc<Piece>,
     hca: Arc<Hca>,
@@ -145,7 +178,7 @@ impl Opened {
         geometry: Geometry,
     ) -> Result<Opened> {
         let count = sends.len() + recvs.len();
-        let queues = count * geometry.channels;
+        let queues = count * geometry.ring.channels;
         let queue_bytes = QUEUE_BLOCKS * BLOCK_BYTES + COMPLETIONS * BLOCK_BYTES + 3 * LINE;
         let hca = Hca::open(
             device,
@@ -178,16 +211,22 @@ impl Opened {
                 direction,
                 peer,
                 offset: index * geometry.bytes(),
-                queues: (0..geometry.channels).map(queue).collect::<Result<_>>()?,
+                queues: (0..geometry.ring.channels).map(queue).collect::<Result<_>>()?,
             })
         };
         let links = Links {
             rank,
             geometry,
             ends: peers.enumerate().map(end).collect::<Result<_>>()?,
-            queues: device
-                .clone()
-                .allocate(queues * size_of::<NetQueue>(), Placement::Device)?,
+            targets: Vec::new(),
+            queues: match geometry.poster {
+                Poster::Kernel => Some(
+                    device
+                        .clone()
+                        .allocate(queues * size_of::<NetQueue>(), Placement::Device)?,
+                ),
+                Poster::Cpu => None,
+            },
             registration,
             memory,
             hca,
@@ -203,7 +242,9 @@ impl Opened {
 
     /// Connects with all peers, which do the same meanwhile. `names` are those of all ranks.
     pub fn connect(self, device: &dyn Device, names: &[Option<Name>], limit: &Limit) -> Result<Links> {
-        let Opened { links, exchange, .. } = self;
+        let Opened {
+            mut links, exchange, ..
+        } = self;
         let name_of = |peer: u32| {
             let name = names.get(peer as usize).and_then(Option::as_ref);
             name.ok_or_else(|| Error::internal(format!("rank {peer} has no HCA")))
@@ -216,7 +257,7 @@ impl Opened {
             }
         }
         let fds = exchange.run(links.rank as usize, &addresses, links.hca.descriptor(), limit)?;
-        let mut queues = Vec::new();
+        let (mut queues, mut all_targets) = (Vec::new(), Vec::new());
         for end in &links.ends {
             let name = name_of(end.peer)?;
             let sends = end.direction == Direction::Send;
@@ -237,9 +278,13 @@ impl Opened {
                 })?;
                 let targets = links.targets(end, channel, other, name.key);
                 queues.push(NetQueue::new(qp.kernel_place(), cq.kernel_place(), targets));
+                all_targets.push(targets);
             }
         }
-        device.write(&links.queues, NetQueue::bytes(&queues))?;
+        links.targets = all_targets;
+        if let Some(memory) = &links.queues {
+            device.write(memory, NetQueue::bytes(&queues))?;
+        }
         Ok(links)
     }
 }
@@ -251,7 +296,7 @@ impl Links {
             EndName {
                 sends: end.direction == Direction::Send,
                 peer: end.peer,
-                counters: base,
+                counters: base + self.geometry.words_at() as u64,
                 slots: base + self.geometry.slots_at() as u64,
                 qps: end.queues.iter().map(|(qp, _)| qp.number()).collect(),
             }
@@ -277,13 +322,13 @@ impl Links {
                 key,
             },
             counter: Named {
-                address: other.counters + (channel * LINE) as u64,
+                address: other.counters + (channel * self.geometry.word_bytes()) as u64,
                 key,
             },
         }
     }
 
-    /// None where no link leads there.
+    /// Where kernels post; None where no link leads there.
     pub fn addresses(&self, direction: Direction, peer: u32) -> Option<Addresses> {
         let index = self
             .ends
@@ -295,12 +340,12 @@ impl Links {
             Direction::Send => (none, counters),
             Direction::Receive => (counters, none),
         };
-        let queues = self.queues.address.cast::<NetQueue>();
+        let queues = self.queues.as_ref()?.address.cast::<NetQueue>();
         Some(Addresses {
             slots: base.wrapping_add(self.geometry.slots_at()),
             tail,
             head,
-            queues: queues.wrapping_add(index * self.geometry.channels),
+            queues: queues.wrapping_add(index * self.geometry.ring.channels),
         })
     }
 

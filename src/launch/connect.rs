@@ -14,7 +14,7 @@ use crate::device::{Device, DeviceKind, Memory, Placement};
 use crate::environment::switch;
 use crate::error::{Code, Error, Result};
 use crate::info;
-use crate::initiated::{self, Opened};
+use crate::initiated::{self, Opened, Poster};
 use crate::plan::{self, Profile};
 use crate::proxy::RingGeometry;
 use crate::topology::host::{self, HostIdentity};
@@ -162,9 +162,9 @@ fn budget(
 }
 
 /// Who drives the network and what goes over it, said once a communicator where the switch asks for something else.
-fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver> {
+fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<(Driver, Net)> {
     if hosts.count() == 1 {
-        return Ok(Driver::Proxy);
+        return Ok((Driver::Proxy, Net::Socket));
     }
     let asked: Vec<Option<Net>> = ranks.iter().map(|info| info.net).collect();
     let initiated = ranks[0].settings.initiated;
@@ -180,7 +180,7 @@ fn choose_driver(rank: u32, ranks: &[RankInfo], hosts: &Hosts) -> Result<Driver>
             net.name()
         ),
     }
-    Ok(driven.driver)
+    Ok((driven.driver, net))
 }
 
 fn say_links(rank: u32, hosts: &Hosts, links: &Links, profile: &Profile) {
@@ -208,14 +208,15 @@ impl Crossing<'_> {
     fn cross(
         self,
         hosts: &Hosts,
-        driver: Driver,
+        over: (Driver, Net),
         listener: Option<Listener>,
         names: &[Option<net::Name>],
     ) -> Result<Option<NetLinks>> {
-        match driver {
+        match over {
             _ if hosts.count() == 1 => Ok(None),
-            Driver::Proxy => self.proxied(listener, names),
-            Driver::Kernel => self.initiated(),
+            (Driver::Kernel, _) => self.over_hca(Poster::Kernel),
+            (Driver::Proxy, Net::Hca) => self.over_hca(Poster::Cpu),
+            (Driver::Proxy, _) => self.over_sockets(listener, names),
         }
     }
 
@@ -223,7 +224,7 @@ impl Crossing<'_> {
         self.session.all_gather(payload, self.timeout, self.limit.cancel)
     }
 
-    fn proxied(mut self, listener: Option<Listener>, names: &[Option<net::Name>]) -> Result<Option<NetLinks>> {
+    fn over_sockets(mut self, listener: Option<Listener>, names: &[Option<net::Name>]) -> Result<Option<NetLinks>> {
         let crossings = std::mem::take(&mut self.crossings);
         let establish =
             |listener| NetLinks::establish(self.device, crossings, self.geometry, listener, names, self.limit);
@@ -233,9 +234,9 @@ impl Crossing<'_> {
     }
 
     /// Ranks without any such link take part in the gathers.
-    fn initiated(self) -> Result<Option<NetLinks>> {
+    fn over_hca(self, poster: Poster) -> Result<Option<NetLinks>> {
         let gather = |payload| self.gather(payload);
-        let open = || NetLinks::open_initiated(self.device, &self.crossings, self.geometry);
+        let open = || NetLinks::open_hca(self.device, &self.crossings, self.geometry, poster);
         let opened = (!self.crossings.is_empty()).then(open).transpose();
         let name = opened
             .as_ref()
@@ -258,7 +259,8 @@ impl Crossing<'_> {
         let connected = opened.and_then(connect);
         // Nobody posts before all can take it.
         gather(connected.as_ref().map(|_| Vec::new()).map_err(Error::clone))?;
-        connected.map(|links| links.map(|links| NetLinks::Initiated(Arc::new(links))))
+        let over = |links| NetLinks::over_hca(Arc::new(links), self.geometry, poster);
+        connected.and_then(|links| links.map(over).transpose())
     }
 }
 
@@ -278,14 +280,15 @@ impl Engine {
         let ranks = parse(payloads)?;
         check(&ranks)?;
         let hosts = Hosts::group(ranks.iter().map(|info| &info.host));
-        let driver = choose_driver(rank, &ranks, &hosts)?;
+        let over = choose_driver(rank, &ranks, &hosts)?;
         let (profile, reservation) = budget(session, rank, &ranks, &hosts, timeout, cancel)?;
         let reach: Vec<Reach> = ranks.iter().map(|info| info.reach.clone()).collect();
         let ring = Ring::new(hosts.ring());
         let crossings = Crossings::of(rank, &ring.all_reduce[rank as usize], &hosts);
-        let (listener, net) = match crossings.is_empty() || driver == Driver::Kernel {
-            true => (None, None),
-            false => Listener::open(session.derive("net")).map(|(listener, name)| (Some(listener), Some(name)))?,
+        let (listener, net) = match over {
+            _ if crossings.is_empty() => (None, None),
+            (Driver::Kernel, _) | (_, Net::Hca) => (None, None),
+            _ => Listener::open(session.derive("net")).map(|(listener, name)| (Some(listener), Some(name)))?,
         };
         let limit = Limit {
             // Shorter than a gather's, so that a rank that waits in vain can still say so in the gather that follows.
@@ -320,7 +323,7 @@ impl Engine {
             timeout,
             limit: &limit,
         };
-        let net = crossing.cross(&hosts, driver, listener, &links.net);
+        let net = crossing.cross(&hosts, over, listener, &links.net);
         let tokens: Vec<u8> = ranks.iter().flat_map(|info| info.token.to_ne_bytes()).collect();
         let assembled = net.and_then(|net| {
             assemble(Parts {

@@ -12,14 +12,15 @@
 //!
 //! Replays of graphs are not counted. From a communicator's first capture to its end the proxy does not sleep.
 //!
-//! Where kernels drive the network (`initiated`) nothing of this stands between them and the HCA. The software HCA's
+//! Over an HCA (`initiated`) the rings lie in its memory, and a connection is a queue pair that the proxy posts to; each
+//! post wakes the HCA's thread. Where kernels drive the network nothing of this stands between them and the HCA. The software HCA's
 //! thread is woken and kept awake in the same way.
 
 use super::{Engine, KernelMemory};
 use crate::bootstrap::Cancel;
 use crate::device::{Device, Memory, Placement};
 use crate::error::{Error, Result};
-use crate::initiated::{self, Links, Opened};
+use crate::initiated::{self, Links, Opened, Poster};
 use crate::launch::layout::{Beside, Link, LinkKind, FLAG_STRIDE};
 use crate::plan::Program;
 use crate::proxy::{self, Awake, Client, Connection, Direction, Hold, Names, Ring, RingGeometry};
@@ -105,7 +106,10 @@ impl NetLinks {
     /// What the links' addresses point into.
     pub(super) fn memory(&self) -> Arc<dyn Any + Send + Sync> {
         match self {
-            NetLinks::Proxied(links) => links.memory.clone(),
+            NetLinks::Proxied(links) => match &links.memory {
+                RingMemory::Pinned { memory, .. } => memory.clone(),
+                RingMemory::Hca(links) => links.clone(),
+            },
             NetLinks::Initiated(links) => links.clone(),
         }
     }
@@ -123,27 +127,56 @@ impl NetLinks {
         ProxyLinks::establish(device, crossings, geometry, listener, names, limit).map(NetLinks::Proxied)
     }
 
-    /// Links that kernels drive, before they are connected.
-    pub(super) fn open_initiated(
+    /// Links over an HCA that were connected, for whoever posts there.
+    pub(super) fn over_hca(links: Arc<Links>, geometry: RingGeometry, poster: Poster) -> Result<NetLinks> {
+        Ok(match poster {
+            Poster::Kernel => NetLinks::Initiated(links),
+            Poster::Cpu => NetLinks::Proxied(ProxyLinks {
+                geometry,
+                connections: links.connections()?,
+                memory: RingMemory::Hca(links),
+            }),
+        })
+    }
+
+    /// Links over an HCA, before they are connected.
+    pub(super) fn open_hca(
         device: &Arc<dyn Device>,
         crossings: &Crossings,
-        geometry: RingGeometry,
+        ring: RingGeometry,
+        poster: Poster,
     ) -> Result<Opened> {
-        let geometry = initiated::Geometry {
-            channels: geometry.channels,
-            slots: geometry.slots,
-            slot_bytes: geometry.slot_bytes,
-        };
+        let geometry = initiated::Geometry { ring, poster };
         Opened::open(device, crossings.rank, &crossings.sends, &crossings.recvs, geometry)
     }
 }
 
 /// Links that the CPU proxy drives.
 pub(super) struct ProxyLinks {
-    crossings: Crossings,
     geometry: RingGeometry,
-    memory: Arc<Memory>,
+    memory: RingMemory,
     connections: Vec<Connection>,
+}
+
+/// Where the rings of all links lie.
+enum RingMemory {
+    /// A region for each direction of a link.
+    Pinned { memory: Arc<Memory>, crossings: Crossings },
+    /// The HCA's, which it reads and writes itself.
+    Hca(Arc<Links>),
+}
+
+impl RingMemory {
+    /// As kernels see it; None where no link leads there.
+    fn region(&self, direction: Direction, peer: u32, geometry: RingGeometry) -> Option<*mut u8> {
+        match self {
+            RingMemory::Pinned { memory, crossings } => {
+                let region = crossings.region(direction, peer)?;
+                Some(memory.address.wrapping_add(region * region_bytes(geometry)))
+            }
+            RingMemory::Hca(links) => links.ring(direction, peer),
+        }
+    }
 }
 
 impl ProxyLinks {
@@ -181,41 +214,34 @@ impl ProxyLinks {
         let memory = device
             .clone()
             .allocate(regions * region_bytes(geometry), Placement::Pinned)?;
-        let mut links = ProxyLinks {
-            crossings,
-            geometry,
-            memory: Arc::new(memory),
-            connections: Vec::new(),
+        let memory = Arc::new(memory);
+        let connection = |direction, peer, channel, socket: net::Socket| -> Result<Connection> {
+            let region = crossings.region(direction, peer).unwrap_or_default();
+            let offset = region * region_bytes(geometry);
+            Ok(Connection {
+                direction,
+                ring: Ring::new(&memory, offset, geometry, channel as usize)?,
+                transfer: Box::new(socket),
+                names: Names { rank, peer, channel },
+            })
         };
+        let mut connections = Vec::new();
         let established = listener.establish(&connects, &expects, limit)?;
         for ((_, purpose), socket) in connects.iter().zip(established.connected) {
-            links.add(Direction::Send, purpose.receiver, purpose.channel, socket)?;
+            connections.push(connection(Direction::Send, purpose.receiver, purpose.channel, socket)?);
         }
         for (purpose, socket) in expects.iter().zip(established.accepted) {
-            links.add(Direction::Receive, purpose.sender, purpose.channel, socket)?;
+            connections.push(connection(Direction::Receive, purpose.sender, purpose.channel, socket)?);
         }
-        Ok(links)
-    }
-
-    fn add(&mut self, direction: Direction, peer: u32, channel: u32, socket: net::Socket) -> Result<()> {
-        let region = self.crossings.region(direction, peer).unwrap_or_default();
-        let offset = region * region_bytes(self.geometry);
-        self.connections.push(Connection {
-            direction,
-            ring: Ring::new(&self.memory, offset, self.geometry, channel as usize)?,
-            transfer: Box::new(socket),
-            names: Names {
-                rank: self.crossings.rank,
-                peer,
-                channel,
-            },
-        });
-        Ok(())
+        Ok(ProxyLinks {
+            geometry,
+            memory: RingMemory::Pinned { memory, crossings },
+            connections,
+        })
     }
 
     fn link(&self, direction: Direction, peer: u32) -> Option<Link> {
-        let region = self.crossings.region(direction, peer)?;
-        let base = self.memory.address.wrapping_add(region * region_bytes(self.geometry));
+        let base = self.memory.region(direction, peer, self.geometry)?;
         Some(Link {
             slots: base.wrapping_add(self.geometry.slots_at()),
             tail: base.wrapping_add(self.geometry.tails()).cast(),

@@ -77,10 +77,6 @@ pub(super) fn agree(asked: &[Option<Net>], initiated: Initiated, one_machine: bo
             "NCCL_NET is HCA on rank {rank} and the ranks are on several machines, which the software HCA does not join in \
              this version of Ossicle; unset NCCL_NET, or set it to Socket"
         ))),
-        (Some(rank), None) if initiated == Initiated::Cpu => Err(Error::usage(format!(
-            "NCCL_NET is HCA on rank {rank} and NCCL_GPU_INITIATED is 0, but no CPU thread posts to the software HCA in this \
-             version of Ossicle; set NCCL_NET to Socket, or NCCL_GPU_INITIATED to 1"
-        ))),
         (Some(_), None) => Ok(Net::Hca),
         (None, None) if initiated == Initiated::Gpu && one_machine => Ok(Net::Hca),
         (None, _) => Ok(Net::Socket),
@@ -142,7 +138,7 @@ pub(super) fn driver(asked: Initiated, net: Net) -> Driven {
     };
     let (reason, fallen_back) = match (asked, net) {
         (Initiated::Gpu, Net::Hca) => return kernel("NCCL_GPU_INITIATED is 1"),
-        (Initiated::Auto, Net::Hca) => return kernel("this network has no other driver"),
+        (Initiated::Auto, Net::Hca) => return kernel("kernels can drive this network"),
         (Initiated::Cpu, _) => ("NCCL_GPU_INITIATED is 0", false),
         (Initiated::Gpu, Net::Socket) => (
             "NCCL_GPU_INITIATED is 1, but no kernel can post to a TCP socket: a CPU thread does, as with 0",
@@ -219,11 +215,13 @@ mod tests {
         {
             assert_eq!(agree(&[None, asked], initiated, one_machine), Ok(Net::Socket));
         }
+        assert_eq!(agree(&hca, Cpu, true), Ok(Net::Hca));
+        let driven = driver(Cpu, Net::Hca);
+        assert_eq!((driven.driver, driven.fallen_back), (Driver::Proxy, false));
         let refused = |asked: &[Option<Net>], initiated, one_machine, part: &str| {
             let error = agree(asked, initiated, one_machine).unwrap_err();
             assert!(error.text.contains(part), "{error}");
         };
-        refused(&hca, Cpu, true, "HCA on rank 1 and NCCL_GPU_INITIATED is 0");
         refused(&hca, Gpu, false, "HCA on rank 1 and the ranks are on several machines");
         refused(
             &[Some(Net::Socket), Some(Net::Hca)],

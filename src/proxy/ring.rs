@@ -18,6 +18,7 @@ use super::machine::Direction;
 use crate::device::{Memory, Placement};
 use crate::error::{Error, Result};
 use crate::transport::net::{SlotNote, Slots};
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 
@@ -74,7 +75,7 @@ pub struct Ring {
     slots: *mut u8,
     count: usize,
     slot_bytes: usize,
-    memory: Arc<Memory>,
+    memory: Arc<dyn Any + Send + Sync>,
 }
 
 // SAFETY: addresses in memory that the ring keeps; counters are atomics, and whose a note or slot is they decide.
@@ -83,6 +84,29 @@ unsafe impl Send for Ring {}
 impl Ring {
     /// The ring of `channel` in the region at byte `offset` of `memory`.
     pub fn new(memory: &Arc<Memory>, offset: usize, geometry: RingGeometry, channel: usize) -> Result<Ring> {
+        if memory.placement != Placement::Pinned {
+            return Err(Error::internal(format!(
+                "no ring: it was to be in {:?} memory",
+                memory.placement
+            )));
+        }
+        let kept: Arc<dyn Any + Send + Sync> = memory.clone();
+        // SAFETY: the memory is as long as it says, and lives as long as it is held.
+        unsafe { Ring::over(memory.address, memory.bytes, &kept, offset, geometry, channel) }
+    }
+
+    /// The same over `bytes` of other memory from `address` on, which the CPU sees there.
+    ///
+    /// # Safety
+    /// The memory was zeroed, is shared with nobody but kernels and what moves slots, and lives as long as `kept`.
+    pub(crate) unsafe fn over(
+        address: *mut u8,
+        bytes: usize,
+        kept: &Arc<dyn Any + Send + Sync>,
+        offset: usize,
+        geometry: RingGeometry,
+        channel: usize,
+    ) -> Result<Ring> {
         let RingGeometry {
             channels,
             slots,
@@ -93,18 +117,16 @@ impl Ring {
             && slot_bytes > 0
             && slot_bytes.is_multiple_of(size_of::<SlotNote>())
             && u32::try_from(slot_bytes).is_ok()
-            && (memory.address.addr() + offset).is_multiple_of(PAGE_BYTES)
-            && memory.placement == Placement::Pinned
-            && offset + geometry.bytes() <= memory.bytes;
+            && (address.addr() + offset).is_multiple_of(PAGE_BYTES)
+            && offset + geometry.bytes() <= bytes;
         if !sound {
             return Err(Error::internal(format!(
-                "no ring: channel {channel} of {geometry:?} at byte {offset} of {} bytes of {:?} memory at {:p}",
-                memory.bytes, memory.placement, memory.address
+                "no ring: channel {channel} of {geometry:?} at byte {offset} of {bytes} bytes of memory at {address:p}"
             )));
         }
         let place = |at: usize| {
             // SAFETY: inside the region, which is inside the memory.
-            unsafe { memory.address.add(offset + at) }
+            unsafe { address.add(offset + at) }
         };
         let note = channel * geometry.note_stride() * size_of::<SlotNote>();
         Ok(Ring {
@@ -114,7 +136,7 @@ impl Ring {
             slots: place(geometry.slots_at() + channel * slots * slot_bytes),
             count: slots,
             slot_bytes,
-            memory: memory.clone(),
+            memory: kept.clone(),
         })
     }
 

@@ -127,34 +127,22 @@ const BY_KERNELS: (&str, &str) = ("NCCL_GPU_INITIATED", "1");
 /// Over the software HCA the same holds as over sockets.
 #[test]
 fn kernels_drive_the_network_as_the_proxy_does() {
-    for role in ["driven_by_kernels", "cycles_over_hosts", "fork_over_hosts"] {
+    for role in ["any_driver", "cycles_over_hosts", "fork_over_hosts"] {
         run_role(role, &[BY_KERNELS]);
     }
-    run_role("driven_by_kernels", &[("NCCL_NET", "HCA")]);
+    run_role("any_driver", &[("NCCL_NET", "HCA")]);
 }
 
-pub(crate) fn driven_by_kernels() {
+pub(crate) fn any_driver() {
     sums_over_hosts_are_exact();
     an_abort_ends_a_call_that_waits_for_a_peer_on_another_host();
     an_abort_in_mid_operation_ends_it_everywhere();
 }
 
 #[test]
-fn the_hca_has_no_cpu_driver() {
-    run_role("hca_by_cpu", &[("NCCL_NET", "HCA"), ("NCCL_GPU_INITIATED", "0")]);
-}
-
-pub(crate) fn hca_by_cpu() {
-    let id = new_id();
-    let errors = threads(&[0, 1], move |rank| {
-        let host = ["a", "b"][rank as usize];
-        init_on(id, 2, rank, host).map(drop).unwrap_err()
-    });
-    for error in errors {
-        assert_eq!(error.code, Code::InvalidUsage);
-        for word in ["NCCL_NET is HCA", "NCCL_GPU_INITIATED is 0", "Socket"] {
-            assert!(error.text.contains(word), "{word}: {error}");
-        }
+fn the_proxy_drives_the_hca_as_sockets() {
+    for role in ["any_driver", "cycles_over_hosts", "fork_over_hosts"] {
+        run_role(role, &[("NCCL_NET", "HCA"), ("NCCL_GPU_INITIATED", "0")]);
     }
 }
 
@@ -205,7 +193,16 @@ impl Marks {
 /// Of a rank on another host a survivor hears by its own connection to it, or by the session.
 #[test]
 fn survivors_of_a_rank_that_was_killed_on_another_host_hear_of_it() {
-    let folder = std::env::temp_dir().join(format!("ossicle-hosts-{}", std::process::id()));
+    kill_one("Socket");
+}
+
+#[test]
+fn survivors_of_a_rank_that_was_killed_hear_of_it_where_the_proxy_posts_to_the_hca() {
+    kill_one("HCA");
+}
+
+fn kill_one(net: &str) {
+    let folder = std::env::temp_dir().join(format!("ossicle-hosts-{net}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let marks = Marks(folder);
     let ids = format!("{} {}", hex(&new_id()), hex(&new_id()));
@@ -215,6 +212,8 @@ fn survivors_of_a_rank_that_was_killed_on_another_host_hear_of_it() {
             ("TEST_IDS", &*ids),
             ("TEST_MARK", marks.0.to_str().unwrap()),
             ("NCCL_HOSTID", &*format!("host {rank}")),
+            ("NCCL_NET", net),
+            ("NCCL_GPU_INITIATED", "0"),
         ];
         Role::start("killed_over_hosts", &variables)
     };

@@ -1,4 +1,5 @@
-//! Ranks on several faked hosts whose kernels post to the software HCA themselves, in streams, graphs and by threads.
+//! Ranks on several faked hosts over the software HCA, to which their kernels or the CPU proxy post, in streams, graphs and
+//! by threads.
 
 use super::oracle::Order;
 use super::rig::{seeds, submit, Ranks, Sum};
@@ -6,7 +7,7 @@ use super::*;
 use crate::bootstrap::Cancel;
 use crate::device::host::{Executable, Scheduler, Stream};
 use crate::error::Code;
-use crate::initiated::{Name, Opened};
+use crate::initiated::{self, Name, Opened, Poster};
 use crate::launch::connect::net_geometry;
 use crate::launch::net_links::{Crossings, NetLinks};
 use crate::proxy::Direction;
@@ -36,8 +37,19 @@ fn order(hosts: &'static [usize], channels: usize) -> Order {
     }
 }
 
-/// All ranks of a communicator over several hosts, connected without a bootstrap.
-fn engines(hosts: &[usize], channels: u32) -> Vec<Engine> {
+const POSTERS: [Poster; 2] = [Poster::Kernel, Poster::Cpu];
+
+/// All ranks of a communicator over several hosts.
+struct Connected {
+    engines: Vec<Engine>,
+    /// Of ranks that have any.
+    links: Vec<Option<Arc<initiated::Links>>>,
+    /// What the proxy reports.
+    faults: Arc<Mutex<Vec<Error>>>,
+}
+
+/// Connected without a bootstrap.
+fn connect(hosts: &[usize], channels: u32, poster: Poster) -> Connected {
     let profile = profile(hosts, channels);
     let identities: Vec<HostIdentity> = hosts
         .iter()
@@ -52,7 +64,7 @@ fn engines(hosts: &[usize], channels: u32) -> Vec<Engine> {
     let open = |rank: u32| {
         let crossings = Crossings::of(rank, &ring.all_reduce[rank as usize], &hosts);
         let device = &devices[rank as usize];
-        (!crossings.is_empty()).then(|| NetLinks::open_initiated(device, &crossings, net_geometry(&profile)).unwrap())
+        (!crossings.is_empty()).then(|| NetLinks::open_hca(device, &crossings, net_geometry(&profile), poster).unwrap())
     };
     let opened: Vec<Option<Opened>> = (0..profile.ranks).map(open).collect();
     let names: Vec<Option<Name>> = opened
@@ -74,8 +86,10 @@ fn engines(hosts: &[usize], channels: u32) -> Vec<Engine> {
             Inbox::create(&devices[rank as usize], Path::P2p, geometry).unwrap()
         })
         .collect();
-    let clique: Arc<Clique> = Arc::default();
+    let (clique, faults): (Arc<Clique>, Arc<Mutex<Vec<Error>>>) = Default::default();
     let engine = |(links, rank): (Option<_>, u32)| {
+        let faults = faults.clone();
+        let net = links.map(|links| NetLinks::over_hca(links, net_geometry(&profile), poster).unwrap());
         assemble(Parts {
             device: devices[rank as usize].clone(),
             rank,
@@ -92,11 +106,19 @@ fn engines(hosts: &[usize], channels: u32) -> Vec<Engine> {
                 &[[0; 16]; 2],
                 true,
             ),
-            net: links.map(|links| (NetLinks::Initiated(links), Box::new(|_| {}) as _)),
+            net: net.map(|net| (net, Box::new(move |fault| faults.lock().push(fault)) as _)),
         })
         .unwrap()
     };
-    links.into_iter().zip(0..).map(engine).collect()
+    Connected {
+        engines: links.iter().cloned().zip(0..).map(engine).collect(),
+        links,
+        faults,
+    }
+}
+
+fn engines(hosts: &[usize], channels: u32) -> Vec<Engine> {
+    connect(hosts, channels, Poster::Kernel).engines
 }
 
 /// What was posted is done, without an error.
@@ -109,28 +131,34 @@ fn drain(engines: &[Engine]) {
 
 #[test]
 fn sums_are_exact_for_every_type_operation_and_shape() {
-    for (index, hosts) in SHAPES.into_iter().enumerate() {
-        let channels = 1 + index % 3;
-        let engines = engines(hosts, channels as u32);
-        check_all_types(&engines, order(hosts, channels), &[1, 2, 5, 16, 17, 255, 1000, 5003]);
-        drain(&engines);
+    for poster in POSTERS {
+        for (index, hosts) in SHAPES.into_iter().enumerate() {
+            let channels = 1 + index % 3;
+            let Connected { engines, faults, .. } = connect(hosts, channels as u32, poster);
+            check_all_types(&engines, order(hosts, channels), &[1, 2, 5, 16, 17, 255, 1000, 5003]);
+            drain(&engines);
+            assert_eq!(*faults.lock(), []);
+        }
     }
 }
 
 /// 32768 slots and their tails take so many blocks.
 #[test]
 fn work_requests_go_on_past_the_sixteen_bits_of_their_index() {
-    let engines: Vec<Arc<Engine>> = engines(&[0, 1], 1).into_iter().map(Arc::new).collect();
-    for thread in begin(&engines, 2_200_000) {
-        assert_eq!(thread.join().unwrap(), Ok(2.0));
+    for poster in POSTERS {
+        let engines = connect(&[0, 1], 1, poster).engines;
+        let engines: Vec<Arc<Engine>> = engines.into_iter().map(Arc::new).collect();
+        for thread in begin(&engines, 2_200_000) {
+            assert_eq!(thread.join().unwrap(), Ok(2.0));
+        }
     }
 }
 
 const MIXED: &[usize] = &[0, 1, 1, 0];
 
-fn mixed() -> Ranks {
+fn mixed(poster: Poster) -> Ranks {
     Ranks {
-        engines: engines(MIXED, 2),
+        engines: connect(MIXED, 2, poster).engines,
         order: order(MIXED, 2),
     }
 }
@@ -149,8 +177,8 @@ fn replay(streams: &[Stream], graphs: &[Executable]) {
 fn graphs_are_replayed_with_eager_operations_between_and_after_the_communicator() {
     /// Longer than the HCA's thread looks at queues that nobody needs.
     const SLEEPS_AFTER: Duration = Duration::from_millis(30);
-    for seed in seeds(3) {
-        let (scheduler, ranks) = (Scheduler::new(seed).unwrap(), mixed());
+    for (seed, poster) in seeds(3).flat_map(|seed| POSTERS.map(|poster| (seed, poster))) {
+        let (scheduler, ranks) = (Scheduler::new(seed).unwrap(), mixed(poster));
         let streams: Vec<Stream> = ranks.engines.iter().map(|_| scheduler.stream()).collect();
         let sums = [900, 2000].map(|count| Sum::new(&ranks, count, seed + count as u64));
         let between = Sum::new(&ranks, 333, seed);
@@ -170,7 +198,7 @@ fn graphs_are_replayed_with_eager_operations_between_and_after_the_communicator(
             replay(&streams, &graphs);
             finish(&streams);
             sums.iter().chain([&between]).for_each(|sum| {
-                sum.check(&format!("seed {seed}, round {round}"));
+                sum.check(&format!("seed {seed}, {poster:?}, round {round}"));
                 sum.forget();
             });
         }
@@ -250,6 +278,43 @@ fn a_failed_work_request_is_reported_with_all_that_is_known_and_ends_the_operati
             .collect();
         for thread in begin(&again, 4000) {
             assert_eq!(thread.join().unwrap(), Ok(2.0));
+        }
+    }
+}
+
+/// The proxy sees the completion, and its report is the communicator's.
+#[test]
+fn a_request_of_the_proxy_that_failed_is_reported_with_all_that_is_known() {
+    // A slot's payload, a slot's counter, and the first word that lends.
+    for (direction, nth) in [(Direction::Send, 3), (Direction::Send, 2), (Direction::Receive, 0)] {
+        let Connected { engines, links, faults } = connect(&[0, 1], 1, Poster::Cpu);
+        let engines: Vec<Arc<Engine>> = engines.into_iter().map(Arc::new).collect();
+        let links = links[1].as_ref().unwrap();
+        let qp = links.queue_pair(direction, 0).unwrap().number();
+        let fault = Fault::Syndrome {
+            syndrome: syndrome::REMOTE_ACCESS,
+            vendor: 0x45,
+        };
+        links.hca().inject(qp, nth, fault).unwrap();
+        let running = begin(&engines, 40_000);
+        let error = loop {
+            match faults.lock().first() {
+                Some(error) => break error.clone(),
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        assert_eq!(error.code, Code::RemoteError);
+        let what = match direction {
+            Direction::Send => "rank 1, sending to rank 0 on channel 0",
+            Direction::Receive => "rank 1, receiving from rank 0 on channel 0",
+        };
+        for part in [what, "syndrome 0x13, vendor syndrome 0x45: remote access error"] {
+            assert!(error.text.contains(part), "{error}");
+        }
+        assert_eq!(running.iter().filter(|thread| thread.is_finished()).count(), 0);
+        engines.iter().for_each(|engine| engine.stop(Stop::PeerLost));
+        for thread in running {
+            assert_eq!(thread.join().unwrap().unwrap_err().code, Code::RemoteError);
         }
     }
 }

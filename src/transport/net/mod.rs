@@ -6,7 +6,9 @@
 //!
 //! - `socket`: TCP, one connection a transfer; `listener` makes them, with proof of the communicator's secret.
 //! - `wire`: what stands in front of each slot's bytes there.
+//! - `hca`: one queue pair of an HCA a transfer, which a CPU thread posts to.
 
+pub(crate) mod hca;
 mod listener;
 mod socket;
 #[cfg(test)]
@@ -16,8 +18,8 @@ mod wire;
 pub use listener::{Established, Listener, Name};
 pub use socket::Socket;
 
-use crate::device::Memory;
 use crate::error::Result;
+use std::any::Any;
 use std::sync::Arc;
 
 /// What a slot says of itself; the same struct as in `cuda/layout.h`.
@@ -76,7 +78,7 @@ pub struct Slots {
     address: *mut u8,
     slot_bytes: usize,
     count: usize,
-    _memory: Arc<Memory>,
+    _memory: Arc<dyn Any + Send + Sync>,
 }
 
 // SAFETY: the address is plain data; who may touch a slot is decided by posts and completions.
@@ -85,7 +87,12 @@ unsafe impl Send for Slots {}
 impl Slots {
     /// # Safety
     /// `count * slot_bytes` bytes from `address` on lie in `memory`.
-    pub(crate) unsafe fn new(address: *mut u8, slot_bytes: usize, count: usize, memory: Arc<Memory>) -> Slots {
+    pub(crate) unsafe fn new(
+        address: *mut u8,
+        slot_bytes: usize,
+        count: usize,
+        memory: Arc<dyn Any + Send + Sync>,
+    ) -> Slots {
         Slots {
             address,
             slot_bytes,

@@ -21,6 +21,8 @@ pub(crate) struct Measured {
     pub(crate) rank: u32,
     pub(crate) step: usize,
     pub(crate) time_us: f64,
+    /// Processor time of the whole process for one operation.
+    pub(crate) cpu_us: f64,
     /// Elements of this rank that were wrong; None where nothing was checked.
     pub(crate) wrong: Option<u64>,
     /// What was wrong first.

@@ -1,5 +1,6 @@
 //! `ossicle perf`: starts the ranks, gathers their news and makes the table of them.
 
+mod both;
 mod check;
 mod message;
 pub(crate) mod options;
@@ -39,6 +40,7 @@ pub(crate) fn run(options: &Options) -> ExitCode {
     };
     let good = match options.worker {
         Some(index) => work(options, &measurements, index),
+        None if options.driver == Some(Driver::Both) => both::run(options, &measurements),
         None => coordinate(options, &measurements),
     };
     match good {
@@ -74,7 +76,7 @@ fn coordinate(options: &Options, measurements: &[Measurement]) -> Result<bool> {
     let (device, devices) = (nccl::device::kind()?, nccl::device::count()?);
     check_memory(device, options, measurements)?;
     let mut environment = share_devices(device, devices, options.ranks);
-    environment.extend(options.driver.map(choose_driver));
+    environment.extend(options.driver.and_then(Driver::switch).map(choose_driver));
     let version = nccl_calls::version()?;
     let id = nccl_calls::unique_id()?;
     let (sender, news) = channel();
@@ -138,10 +140,10 @@ fn share_devices(device: DeviceKind, devices: i32, ranks: u32) -> Vec<String> {
 }
 
 /// Before any thread or process is started.
-fn choose_driver(driver: Driver) -> String {
+fn choose_driver(value: &str) -> String {
     const SWITCH: &str = "OSSICLE_GPU_INITIATED";
-    std::env::set_var(SWITCH, driver.switch());
-    format!("{SWITCH}={}, for --driver", driver.switch())
+    std::env::set_var(SWITCH, value);
+    format!("{SWITCH}={value}, for --driver")
 }
 
 fn empty_report(options: &Options, device: DeviceKind, nccl_version: i32, environment: Vec<String>) -> Result<Report> {
@@ -249,7 +251,14 @@ impl Gathering<'_> {
         }
         let times_us: Vec<f64> = measured.iter().map(|one| one.time_us).collect();
         let wrong = measured.iter().map(|one| one.wrong).sum();
-        Ok(Timing::new(bytes as u64, ranks, &times_us, wrong))
+        let of_process = |process| {
+            let ranks = self.options.ranks_of(process);
+            let of_ranks = measured.iter().filter(|one| ranks.contains(&one.rank));
+            // Each has measured the whole process.
+            of_ranks.map(|one| one.cpu_us).fold(0.0, f64::max)
+        };
+        let cpu_us = (0..self.options.processes()).map(of_process).sum();
+        Ok(Timing::new(bytes as u64, ranks, &times_us, cpu_us, wrong))
     }
 
     /// Takes news until `missing` names no rank. Silence is told after a while, and ends the run after `-T`.

@@ -94,14 +94,17 @@ pub(crate) enum Driver {
     Proxy,
     /// The kernels themselves
     Gpu,
+    /// One after the other for each size, over the software HCA
+    Both,
 }
 
 impl Driver {
-    /// The switch's value that asks for it.
-    pub(crate) fn switch(self) -> &'static str {
+    /// The switch's value that asks for it; None where runs for each do.
+    pub(crate) fn switch(self) -> Option<&'static str> {
         match self {
-            Driver::Proxy => "0",
-            Driver::Gpu => "1",
+            Driver::Proxy => Some("0"),
+            Driver::Gpu => Some("1"),
+            Driver::Both => None,
         }
     }
 }
@@ -191,6 +194,29 @@ impl Options {
         Ok(rows)
     }
 
+    /// The command line of a run of one measurement by one driver, with its report as JSON.
+    pub(crate) fn one(&self, measurement: &Measurement, driver: Driver) -> Vec<String> {
+        let bytes = measurement.bytes().to_string();
+        let driver = if driver == Driver::Gpu { "gpu" } else { "proxy" };
+        let pairs = [
+            ("-b", bytes.clone()),
+            ("-e", bytes),
+            ("-n", self.iterations.to_string()),
+            ("-w", self.warmup_iterations.to_string()),
+            ("-c", self.checks.to_string()),
+            ("-d", measurement.datatype.name().to_owned()),
+            ("-o", measurement.op.name().to_owned()),
+            ("-z", self.blocking.to_string()),
+            ("-T", self.timeout_s.to_string()),
+            ("--ranks", self.ranks.to_string()),
+            ("--processes", self.processes().to_string()),
+            ("--hosts", self.hosts.to_string()),
+            ("--driver", driver.to_owned()),
+        ];
+        let words = pairs.into_iter().flat_map(|(flag, value)| [flag.to_owned(), value]);
+        words.chain(std::iter::once("--json".to_owned())).collect()
+    }
+
     pub(crate) fn processes(&self) -> u32 {
         self.processes.unwrap_or(self.hosts)
     }
@@ -254,6 +280,40 @@ mod tests {
         assert_eq!(parse(long).unwrap().measurements().unwrap().len(), 1);
         assert_eq!(parse("").unwrap().measurements().unwrap()[0].bytes(), 32 << 20);
         assert_eq!(parse("-b 64M").unwrap().measurements().unwrap()[0].bytes(), 64 << 20);
+    }
+
+    #[test]
+    fn a_run_for_one_driver_and_size_has_all_other_flags() {
+        let line =
+            "-b 8 -e 1K -f 2 -n 5 -w 2 -c 3 -d half -o max -z 1 -T 7 --ranks 8 --processes 4 --hosts 2 --driver both";
+        let options = parse(line).unwrap();
+        let rows = options.measurements().unwrap();
+        let one = parse(&options.one(&rows[3], Driver::Gpu).join(" ")).unwrap();
+        assert_eq!(one.measurements().unwrap(), [rows[3]]);
+        let flags = |options: &Options| {
+            let Options {
+                iterations,
+                warmup_iterations,
+                checks,
+                blocking,
+                timeout_s,
+                ranks,
+                hosts,
+                ..
+            } = *options;
+            (
+                iterations,
+                warmup_iterations,
+                checks,
+                blocking,
+                timeout_s,
+                ranks,
+                hosts,
+                options.processes(),
+            )
+        };
+        assert_eq!(flags(&one), flags(&options));
+        assert_eq!((one.driver, one.json), (Some(Driver::Gpu), true));
     }
 
     #[test]

@@ -78,14 +78,15 @@ impl Run<'_> {
         for (row, measurement) in self.measurements.iter().enumerate() {
             for placement in Placement::BOTH {
                 let step = row * Placement::BOTH.len() + placement as usize;
-                let time_us = this.time(measurement, placement)?.as_secs_f64() * 1e6;
+                let (time, cpu) = this.time(measurement, placement)?;
                 let findings = this.check(measurement, placement)?;
                 let wrong = findings.as_ref().map(|findings| findings.wrong);
                 let complaint = findings.and_then(|findings| findings.complaint);
                 report(Message::Measured(Measured {
                     rank,
                     step,
-                    time_us,
+                    time_us: time.as_secs_f64() * 1e6,
+                    cpu_us: cpu.as_secs_f64() * 1e6,
                     wrong,
                     complaint,
                 }));
@@ -95,6 +96,12 @@ impl Run<'_> {
         report(Message::Left { rank });
         Ok(())
     }
+}
+
+/// Of all threads of this process, in user and system mode.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 impl Rank<'_> {
@@ -133,8 +140,8 @@ impl Rank<'_> {
         self.device.wait(&self.comm)
     }
 
-    /// The mean time of one operation on this rank.
-    fn time(&self, measurement: &Measurement, placement: Placement) -> Result<Duration> {
+    /// The mean time of one operation on this rank, and the process's mean processor time.
+    fn time(&self, measurement: &Measurement, placement: Placement) -> Result<(Duration, Duration)> {
         let options = self.run.options;
         if let Some(oracle) = self.oracle(measurement) {
             self.fill_inputs(measurement, placement, &oracle.input(self.rank, 0))?;
@@ -144,7 +151,7 @@ impl Rank<'_> {
         }
         self.device.wait(&self.comm)?;
         self.barrier()?;
-        let started = Instant::now();
+        let (started, cpu_started) = (Instant::now(), cpu_time());
         let mut untimed = Duration::ZERO;
         for _ in 0..options.iterations {
             self.start(measurement, placement)?;
@@ -162,7 +169,11 @@ impl Rank<'_> {
             }
         }
         self.device.wait(&self.comm)?;
-        Ok((started.elapsed() - untimed) / options.iterations)
+        let cpu = cpu_time().saturating_sub(cpu_started);
+        Ok((
+            (started.elapsed() - untimed) / options.iterations,
+            cpu / options.iterations,
+        ))
     }
 
     fn oracle(&self, measurement: &Measurement) -> Option<Oracle> {

@@ -7,6 +7,8 @@ use serde::Serialize;
 pub(crate) struct Timing {
     /// One operation, averaged over the iterations and over the ranks.
     pub(crate) time_us: f64,
+    /// Processor time of all processes for one operation, kernels' on the host device and barriers between included.
+    pub(crate) cpu_us: f64,
     /// Bytes of the message per time.
     pub(crate) algbw_gbs: f64,
     /// The same, times 2 (n - 1) / n: what each link carries, comparable for every number of ranks n.
@@ -16,7 +18,7 @@ pub(crate) struct Timing {
 }
 
 impl Timing {
-    pub(crate) fn new(size_bytes: u64, ranks: u32, times_us: &[f64], wrong: Option<u64>) -> Timing {
+    pub(crate) fn new(size_bytes: u64, ranks: u32, times_us: &[f64], cpu_us: f64, wrong: Option<u64>) -> Timing {
         let time_us = times_us.iter().sum::<f64>() / times_us.len().max(1) as f64;
         let algbw_gbs = if time_us > 0.0 {
             size_bytes as f64 / time_us / 1e3
@@ -26,6 +28,7 @@ impl Timing {
         let busbw_gbs = algbw_gbs * 2.0 * (f64::from(ranks) - 1.0) / f64::from(ranks);
         Timing {
             time_us,
+            cpu_us,
             algbw_gbs,
             busbw_gbs,
             wrong,
@@ -103,10 +106,10 @@ mod tests {
 
     #[test]
     fn bandwidths_follow_the_mean_time_of_the_ranks() {
-        let timing = Timing::new(8000, 4, &[1.0, 3.0], Some(0));
+        let timing = Timing::new(8000, 4, &[1.0, 3.0], 0.0, Some(0));
         assert_eq!((timing.time_us, timing.algbw_gbs, timing.busbw_gbs), (2.0, 4.0, 6.0));
-        let alone = Timing::new(8000, 1, &[2.0], None);
+        let alone = Timing::new(8000, 1, &[2.0], 0.0, None);
         assert_eq!((alone.algbw_gbs, alone.busbw_gbs), (4.0, 0.0));
-        assert_eq!(Timing::new(0, 2, &[0.0], None).algbw_gbs, 0.0);
+        assert_eq!(Timing::new(0, 2, &[0.0], 0.0, None).algbw_gbs, 0.0);
     }
 }

@@ -108,6 +108,7 @@ mod tests {
     fn rows_have_the_columns_that_scripts_split() {
         let timing = |wrong| Timing {
             time_us: 11.0,
+            cpu_us: 0.0,
             algbw_gbs: 0.37,
             busbw_gbs: 0.37,
             wrong,
