@@ -3,7 +3,7 @@
 use super::budget::{Claim, Page, Reservation};
 use super::clique::Clique;
 use super::layout::{Control, State};
-use super::lending::Lending;
+use super::lending::{self, Lending};
 use super::net_links::{Crossings, NetLinks, Network, OnFault};
 use super::network::{self, Driver, Net};
 use super::settings::{self, Settings};
@@ -393,6 +393,7 @@ pub(super) fn assemble(parts: Parts) -> Result<Engine> {
         _state: state,
         inboxes,
         _net: net.as_ref().map(|(links, _)| links.memory()),
+        gone: lending::Gone::default(),
     });
     let launched = Arc::default();
     let begin = |(links, on_fault)| Network::begin(&device, links, &memory, &launched, on_fault);

@@ -24,7 +24,7 @@ use crate::request::Request;
 use crate::transport::Path;
 use crate::warning;
 use std::fmt;
-use std::sync::atomic::{fence, Ordering};
+use std::sync::atomic::{fence, AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -141,6 +141,36 @@ struct Member {
     rank: u32,
     device: Arc<dyn Device>,
     memory: Weak<KernelMemory>,
+    gone: Arc<AtomicBool>,
+}
+
+/// Says at its drop, which is that of a rank's `KernelMemory`, that nothing can run the rank's kernels any more. That a
+/// `Weak` leads nowhere is not enough for who frees what they used: it orders nothing that came before.
+#[derive(Default)]
+pub(super) struct Gone(Arc<AtomicBool>);
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+impl Member {
+    /// None: nothing can run its kernels any more, and what they did has happened.
+    fn borrower(&self) -> Option<Borrower> {
+        let Some(memory) = self.memory.upgrade() else {
+            // Another thread is in the middle of that drop.
+            while !self.gone.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            return None;
+        };
+        Some(Borrower {
+            rank: self.rank,
+            device: self.device.clone(),
+            memory,
+        })
+    }
 }
 
 impl Members {
@@ -152,6 +182,7 @@ impl Members {
             rank: engine.rank,
             device: engine.device.clone(),
             memory: Arc::downgrade(&engine.memory),
+            gone: engine.memory.gone.0.clone(),
         });
     }
 
@@ -159,14 +190,7 @@ impl Members {
     fn leave(&mut self, rank: u32, from: u64) -> Vec<Borrower> {
         self.unfinished = Some(self.unfinished.map_or(from, |known| known.min(from)));
         let others = self.all.iter().filter(|member| member.rank != rank);
-        let alive = others.filter_map(|member| {
-            Some(Borrower {
-                rank: member.rank,
-                device: member.device.clone(),
-                memory: member.memory.upgrade()?,
-            })
-        });
-        alive.collect()
+        others.filter_map(Member::borrower).collect()
     }
 }
 

@@ -83,6 +83,8 @@ pub struct Engine {
 
 /// What the addresses in the templates point into. Every graph that has a kernel of the engine holds a reference.
 struct KernelMemory {
+    /// Dropped first, before what may take time.
+    gone: lending::Gone,
     control: Memory,
     _state: Memory,
     /// By rank; None on other hosts.
