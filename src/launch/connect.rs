@@ -229,8 +229,8 @@ impl Crossing<'_> {
         let establish =
             |listener| NetLinks::establish(self.device, crossings, self.geometry, listener, names, self.limit);
         let links = listener.map(establish).transpose();
-        let all = self.gather(links.as_ref().map(|_| Vec::new()).map_err(Error::clone));
-        links.and_then(|links| all.map(|_| links))
+        self.gather(links.as_ref().map(|_| Vec::new()).map_err(Error::clone))?;
+        links
     }
 
     /// Ranks without any such link take part in the gathers.

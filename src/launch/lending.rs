@@ -295,7 +295,7 @@ impl Engine {
         }
         fence(Ordering::SeqCst);
         let deadline = Instant::now() + TAKE_BACK_TIMEOUT;
-        if let Some(late) = peers.iter().find(|peer| !peer.until_out(from, deadline)) {
+        for late in peers.iter().filter(|peer| !peer.until_out(from, deadline)) {
             warning!(
                 "rank {} ends, and a kernel of rank {} still may read and write the buffers of its operation {from} after {} \
                  s: free them only when rank {} was aborted too and its stream is done",

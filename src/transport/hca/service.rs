@@ -257,6 +257,8 @@ impl Shared {
     fn run(&self) {
         let mut seen = self.pulse.load(Ordering::SeqCst);
         let mut last_work = Instant::now();
+        // A GPU tells the end of a kernel without a release, so its last doorbell may come a little after it.
+        let mut last_need = last_work;
         let (mut idle_turns, mut nap) = (0u32, SHORTEST_NAP);
         while !self.ended.load(Ordering::SeqCst) {
             // Set-up is let in before the next turn; the lock alone would go to this thread again.
@@ -265,10 +267,14 @@ impl Shared {
             }
             let (worked, outstanding) = self.turn();
             let pulse = self.pulse.load(Ordering::SeqCst);
+            let now = Instant::now();
+            if outstanding {
+                last_need = now;
+            }
             if worked || pulse != seen {
                 seen = pulse;
                 (idle_turns, nap) = (0, SHORTEST_NAP);
-                last_work = Instant::now();
+                (last_work, last_need) = (now, now);
                 continue;
             }
             idle_turns += 1;
@@ -281,7 +287,7 @@ impl Shared {
                 std::thread::yield_now();
                 continue;
             }
-            let may_sleep = !outstanding && idle > LINGERS && self.awake.load(Ordering::SeqCst) == 0;
+            let may_sleep = last_need.elapsed() > LINGERS && self.awake.load(Ordering::SeqCst) == 0;
             self.nap(seen, if may_sleep { None } else { Some(nap) });
             nap = (nap * 2).min(LONGEST_NAP);
         }
@@ -303,6 +309,8 @@ impl Shared {
     /// A few steps of every engine; whether one had work, and whether more may come.
     fn turn(&self) -> (bool, bool) {
         let mut engines = self.engines.lock();
+        // Before the doorbells: who is not outstanding any more has rung all that it will.
+        let watched = engines.watched.values().any(|outstanding| outstanding());
         let mut all = 0;
         for _ in 0..STEPS_A_TURN {
             let found = engines
@@ -314,7 +322,6 @@ impl Shared {
                 break;
             }
         }
-        let outstanding = all & WAITING != 0 || engines.watched.values().any(|outstanding| outstanding());
-        (all & WORKED != 0, outstanding)
+        (all & WORKED != 0, watched || all & WAITING != 0)
     }
 }

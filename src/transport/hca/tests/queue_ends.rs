@@ -1,6 +1,9 @@
 //! Doorbells and records, completion queues that are full, states, injected faults, an engine that sleeps.
 
 use super::*;
+use parking_lot::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc;
 
 fn value(next: u32, qpn: u32) -> u64 {
     u64::from_ne_bytes(wire::doorbell(next, qpn))
@@ -218,6 +221,32 @@ fn an_engine_that_sleeps_is_woken() {
         a.queue.ring();
         a.await_good(index);
     }
+}
+
+/// A kernel waits for long, then rings its last doorbell and leaves between two looks of the thread.
+#[test]
+fn the_last_doorbell_of_what_was_outstanding_is_seen() {
+    let (mut a, _b) = pair(&Shape::default());
+    let (ask, asked) = mpsc::channel();
+    let (ring, rung) = mpsc::channel::<()>();
+    let (left, ends) = (AtomicBool::new(false), Arc::new(AtomicBool::new(false)));
+    let (ending, exchange) = (ends.clone(), Mutex::new((ask, rung)));
+    let _watch = a.hca.watch(move || {
+        if !ending.load(Ordering::SeqCst) || left.swap(true, Ordering::SeqCst) {
+            return !ending.load(Ordering::SeqCst);
+        }
+        let (ask, rung) = &*exchange.lock();
+        ask.send(()).unwrap();
+        rung.recv().is_err()
+    });
+    let index = a.post(Operation::Nop);
+    // Longer than the thread goes on after work.
+    std::thread::sleep(Duration::from_millis(50));
+    ends.store(true, Ordering::SeqCst);
+    asked.recv().unwrap();
+    a.queue.ring();
+    ring.send(()).unwrap();
+    a.await_good(index);
 }
 
 #[test]
